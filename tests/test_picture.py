@@ -1,0 +1,57 @@
+"""The picture of a run: it is drawn from any record, however short, and written only under endings it can write."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajectory_guard.detect.events import Event, Severity
+from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.forecast import Forecast
+from trajectory_guard.lr_schedule import LRSchedule
+from trajectory_guard.picture import RunRecord, draw_run, save_picture
+from trajectory_guard.plan import RunPlan
+
+
+@pytest.fixture
+def forecast() -> Forecast:
+    plan = RunPlan(total_steps=1000, tokens_per_step=64, active_params=1e4, schedule=LRSchedule(shape="linear"))
+    g = np.linspace(0.02, 1, 50)
+    return Forecast(plan, progress=g, loss=1 + g**-0.2, half_widths={0.8: 0.01, 0.95: 0.02})
+
+
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+def test_a_run_of_any_length_is_drawn_with_its_events(forecast: Forecast, steps: int, tmp_path: Path) -> None:
+    step = np.arange(1, steps + 1)
+    event = Event(kind="change_up", severity=Severity.WARNING, state="open", onset=5, detected=7, sentence="up")
+    record = RunRecord(step=step, loss=np.full(steps, 2.0), statistic=step * 1.0, threshold=step * 2.0, events=[event])
+    figure = draw_run(forecast, record, title="a run")
+    assert [axis.get_ylabel() for axis in figure.axes] == [
+        "loss (nats per token)",
+        "residual (% of forecast)",
+        "statistic (sigmas)",
+    ]
+    assert {5.0, 7.0} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
+    save_picture(figure, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_drawn_mean_is_the_mean_of_the_observed_losses(forecast: Forecast) -> None:
+    rng = np.random.default_rng(0)
+    loss = rng.normal(2.0, 0.1, 1000)
+    loss[500] = np.nan
+    figure = draw_run(forecast, RunRecord(step=np.arange(1, 1001), loss=loss))
+    line = next(line for line in figure.axes[0].lines if line.get_label() == "observed, mean")
+    assert np.mean(line.get_ydata()) == pytest.approx(np.nanmean(loss), abs=1e-3)
+
+
+def test_a_run_without_a_finite_loss_cannot_be_drawn(forecast: Forecast) -> None:
+    with pytest.raises(TrajectoryGuardError, match="no finite loss"):
+        draw_run(forecast, RunRecord(step=np.array([1]), loss=np.array([np.nan])))
+
+
+def test_a_picture_of_an_unknown_ending_is_refused(forecast: Forecast, tmp_path: Path) -> None:
+    figure = draw_run(forecast, RunRecord(step=np.array([50]), loss=np.array([2.0])))
+    with pytest.raises(TrajectoryGuardError, match=r"\.png or \.svg"):
+        save_picture(figure, tmp_path / "run.bmp")
+    assert not list(tmp_path.iterdir())
