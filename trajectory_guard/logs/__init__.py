@@ -1,1 +1,5 @@
 """Readers of training logs. Each turns one kind of file into a LossCurve and says what it did."""
+
+from trajectory_guard.logs.read import LogRead, LogRow, read_log
+
+__all__ = ["LogRead", "LogRow", "read_log"]
