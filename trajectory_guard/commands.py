@@ -1,0 +1,133 @@
+"""The subcommands around fits: fit, forecast, backtest, inspect, plan."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from trajectory_guard.fit import DelphiFit, fit_ladder, load_fit
+from trajectory_guard.laws.backtest import backtest_law, format_backtest
+from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
+from trajectory_guard.manifest import read_manifest
+from trajectory_guard.plan import RunPlan
+
+
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard fit`."""
+    parser.add_argument("manifest", type=Path, help="ladder manifest (TOML)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="fit to write (JSON)")
+    parser.add_argument("--law", choices=("auto", *law_names()), default="auto", help="default: auto, by back-test")
+
+
+def fit_command(args: argparse.Namespace) -> int:
+    """Fit the ladder of a manifest and write the fit."""
+    read = read_manifest(args.manifest)
+    for note in read.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"fitting {len(read.ladder.rungs)} rungs ...", file=sys.stderr)
+    fit = fit_ladder(read.ladder, args.law)
+    fit.save(args.output)
+    print(describe(fit))
+    print(f"wrote {args.output}")
+    return 0
+
+
+def forecast_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard forecast`."""
+    parser.add_argument("fit", type=Path, help="fit (JSON)")
+    parser.add_argument("--plan", type=Path, required=True, help="plan of the run (JSON)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="forecast to write (CSV)")
+    parser.add_argument("--points", type=int, default=1000, help="rows at most, default 1000")
+    parser.add_argument("--override-recipe", action="store_true", help="forecast although the recipes differ")
+
+
+def forecast_command(args: argparse.Namespace) -> int:
+    """Write the forecast of a plan as CSV."""
+    fit, plan = load_fit(args.fit), RunPlan.load(args.plan)
+    forecast = fit.forecast(plan, override_recipe=args.override_recipe)
+    forecast.to_csv(args.output, points=max(2, args.points))
+    lower, upper = forecast.interval(plan.total_steps, 0.8)
+    print(
+        f"{fit.metric} ({fit.split}) at the end, step {plan.total_steps}: {forecast.loss(plan.total_steps):.4f} nats, "
+        f"80 % interval {lower:.4f} to {upper:.4f}; forecast from step {forecast.first_step} on"
+    )
+    print(f"recipe check: {forecast.check.message()}")
+    print(f"wrote {args.output}")
+    return 0
+
+
+def backtest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard backtest`."""
+    parser.add_argument("manifest", type=Path, help="ladder manifest (TOML)")
+    parser.add_argument("--law", choices=("all", *law_names()), default="all", help="default: all along training")
+
+
+def backtest_command(args: argparse.Namespace) -> int:
+    """Print how well each law forecasts rungs that were held out."""
+    ladder = read_manifest(args.manifest).ladder
+    names = [n for n in ALONG_TRAINING if n in law_names()] if args.law == "all" else [args.law]
+    tests = []
+    for name in names:
+        print(f"back-testing {name} ...", file=sys.stderr)
+        tests.append(backtest_law(get_law(name), ladder))
+    print(format_backtest([row for test in tests for row in test.rows]))
+    for test in tests:
+        if test.refused is not None:
+            print(f"{test.law} refused the ladder: {test.refused}")
+    return 0
+
+
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard inspect`."""
+    parser.add_argument("fit", type=Path, help="fit (JSON)")
+    parser.add_argument("--plan", type=Path, help="also show the forecast for this plan (JSON)")
+
+
+def inspect_command(args: argparse.Namespace) -> int:
+    """Say in words what a fit holds."""
+    fit = load_fit(args.fit)
+    print(describe(fit))
+    if args.plan:
+        forecast = fit.forecast(RunPlan.load(args.plan))
+        plan = forecast.plan
+        print("forecast: progress, step, loss in nats, 80 % and 95 % half-width")
+        for g in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+            step = max(round(float(plan.step_at(g))), 1)
+            if np.isfinite(forecast.loss(step)):
+                widths = [100 * forecast.half_width(step, level) for level in (0.8, 0.95)]
+                print(f"  {g:4.0%}  {step:>9}  {forecast.loss(step):.4f}  +-{widths[0]:.2f} %  +-{widths[1]:.2f} %")
+    return 0
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard plan`."""
+    parser.add_argument("fit", type=Path, help="fit of the terminal law (JSON)")
+    parser.add_argument("--compute", type=float, required=True, help="FLOPs of the run, in the fit's convention")
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """Say what a ladder recommends for a compute budget."""
+    raise NotImplementedError
+
+
+def describe(fit: DelphiFit) -> str:
+    """Return what a fit holds, in words."""
+    lines = [f"law {fit.law} for {fit.metric!r} on {fit.split} data"]
+    for rung in fit.rungs:
+        lines.append(
+            f"  rung {rung.name}: {rung.plan.active_params:.4g} active parameters, "
+            f"{rung.plan.total_tokens:.4g} tokens, {rung.plan.total_flops:.3g} FLOPs ({rung.plan.flops_convention}), "
+            f"loss {rung.loss[-1]:.4f} nats at progress {rung.progress[-1]:.2f}"
+        )
+    interval = fit.interval
+    narrow, wide = (100 * float(interval.half_width(interval.largest_params * np.e, 1.0, v)) for v in (0.8, 0.95))
+    lines.append(
+        f"interval: +-{narrow:.2f} % (80 %) and +-{wide:.2f} % (95 %) at 2.7 times the largest rung's parameters, from "
+        f"{interval.backtests} back-tested sizes"
+    )
+    lines.append("back-test:")
+    lines.append(format_backtest(fit.backtest))
+    lines += [f"{law} refused the ladder: {reason}" for law, reason in fit.refused.items()]
+    lines.append("valid for: " + ", ".join(sorted(fit.recipe)))
+    return "\n".join(lines)

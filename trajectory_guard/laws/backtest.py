@@ -1,0 +1,268 @@
+"""Back-tests: forecast rungs that were held out, and choose a law and its interval by what that shows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.ladder import Ladder, Rung
+from trajectory_guard.laws.base import Law
+from trajectory_guard.laws.interval import IntervalModel, NestedError, early_factor, fit_interval, size_distance
+from trajectory_guard.laws.smooth import RungCurve, rung_curve
+
+__all__ = ["BacktestRow", "LawBacktest", "backtest_law", "format_backtest", "score"]
+
+Kind = Literal["nested", "leave-out"]
+
+JUDGED_FROM = 0.05
+"""Points are judged after the larger of 5 % of training and twice the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BacktestRow:
+    """How well the other rungs forecast one that was held out; errors are actual / forecast - 1 in percent.
+
+    Args:
+        law: the law that forecast.
+        kind: `"nested"`: the smallest sizes forecast a larger one; `"leave-out"`: all others forecast it.
+        target: the rung held out.
+        fitted: the rungs fitted.
+        mean_percent, max_percent: mean and maximum absolute error over the judged progress.
+        final_percent: signed error at the end of training; None where the rung did not get there.
+        inside_80, inside_95: share of points inside the interval that the fitted rungs alone would have promised.
+    """
+
+    law: str
+    kind: Kind
+    target: str
+    fitted: tuple[str, ...]
+    mean_percent: float
+    max_percent: float
+    final_percent: float | None
+    inside_80: float
+    inside_95: float
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "BacktestRow":
+        """Rebuild from plain JSON values.
+
+        Raises:
+            TrajectoryGuardError: a field is missing, unknown or of the wrong type.
+        """
+        names = [f.name for f in fields(cls)]
+        if not isinstance(content, Mapping) or sorted(content) != sorted(names):
+            raise TrajectoryGuardError(f"a back-test row has the fields {names}, got {content!r:.200}")
+        for name in ("law", "kind", "target"):
+            if not isinstance(content[name], str):
+                raise TrajectoryGuardError(f"back-test field `{name}` must be a string, got {content[name]!r}")
+        if content["kind"] not in get_args(Kind):
+            raise TrajectoryGuardError(f"back-test `kind` must be one of {get_args(Kind)}, got {content['kind']!r}")
+        for name in names[4:]:
+            value = content[name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number and not (name == "final_percent" and value is None):
+                raise TrajectoryGuardError(f"back-test field `{name}` must be a number, got {value!r}")
+        if not isinstance(content["fitted"], (list, tuple)) or not all(isinstance(v, str) for v in content["fitted"]):
+            raise TrajectoryGuardError(f"back-test `fitted` must list rung names, got {content['fitted']!r}")
+        return cls(**{**content, "fitted": tuple(content["fitted"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**asdict(self), "fitted": list(self.fitted)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LawBacktest:
+    """Back-test of one law on one ladder.
+
+    Args:
+        law: its name.
+        rows: nested rows first, then one leave-out row per rung.
+        interval: what the nested rows promise for a target beyond the ladder.
+        refused: why the law cannot fit this ladder; then there are no rows and no interval.
+    """
+
+    law: str
+    rows: tuple[BacktestRow, ...] = ()
+    interval: IntervalModel | None = None
+    refused: str | None = None
+
+
+def score(backtest: LawBacktest) -> float:
+    """Return what a law is chosen by, in percent: the mean over leave-out and nested targets of their mean error.
+
+    Targets larger than everything fitted count, since that is what a forecast is for; where a ladder is too small for
+    any, the rungs left out count. Infinite for a law that refused the ladder.
+    """
+    if backtest.refused is not None:
+        return math.inf
+    for kind in get_args(Kind):
+        errors = [row.mean_percent for row in backtest.rows if row.kind == kind]
+        if errors:
+            return float(np.mean(errors))
+    return math.nan
+
+
+def backtest_law(law: type[Law], ladder: Ladder, *, leave_out: bool = True) -> LawBacktest:
+    """Hold out rungs of a ladder and forecast them with a law fitted on the others.
+
+    Nested: for every j >= 2 the j smallest sizes forecast each rung of every larger size; these set the interval.
+    Leave-out: each size in turn is forecast from all others (each rung, where the ladder has fewer than three sizes).
+
+    Args:
+        law: the class to test.
+        ladder: the full ladder.
+        leave_out: also do the leave-out rows.
+
+    Returns:
+        Rows and interval, or the reason why the law refused the ladder.
+    """
+    try:
+        law.fit(ladder)
+    except TrajectoryGuardError as error:
+        return LawBacktest(law=law.name, refused=str(error))
+    sizes = _sizes(ladder)
+    curves = {rung.name: rung_curve(rung) for rung in ladder.rungs}
+    forecasts: list[tuple[int, list[Rung], Rung, _Compared]] = []
+    nested: list[tuple[int, NestedError]] = []
+    for fitted_count in range(2, len(sizes)):
+        fitted = [rung for size in sizes[:fitted_count] for rung in size]
+        model = _try_fit(law, fitted)
+        if model is None:
+            continue
+        for index in range(fitted_count, len(sizes)):
+            compared = [_compare(model, rung, curves[rung.name]) for rung in sizes[index]]
+            distance = size_distance(_params(sizes[index]), _params(fitted))
+            rms = float(np.sqrt(np.mean([c.scaled_rms**2 for c in compared])))
+            nested.append((fitted_count, NestedError(index, distance, rms)))
+            forecasts += [(fitted_count, fitted, rung, c) for rung, c in zip(sizes[index], compared, strict=True)]
+
+    def promised(below: int, rungs: Sequence[Rung]) -> IntervalModel:
+        return fit_interval([e for _, e in nested if e.target < below], _params(rungs))
+
+    rows = [
+        _row(law.name, "nested", rung, fitted, compared, promised(count, fitted))
+        for count, fitted, rung, compared in forecasts
+    ]
+    if leave_out:
+        rows += _leave_out(law, ladder, sizes, curves)
+    return LawBacktest(law=law.name, rows=tuple(rows), interval=promised(len(sizes), ladder.rungs))
+
+
+def _leave_out(
+    law: type[Law], ladder: Ladder, sizes: list[list[Rung]], curves: Mapping[str, RungCurve]
+) -> list[BacktestRow]:
+    groups = sizes if len(sizes) > 2 else [[rung] for rung in ladder.rungs]
+    rows = []
+    for group in groups:
+        rest = [rung for rung in ladder.rungs if rung not in group]
+        model = _try_fit(law, rest)
+        if model is None:
+            continue
+        inner = backtest_law(law, Ladder(rungs=tuple(rest)), leave_out=False).interval
+        if inner is None:
+            continue
+        rows += [_row(law.name, "leave-out", r, rest, _compare(model, r, curves[r.name]), inner) for r in group]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    progress: NDArray[np.float64]
+    log_ratio: NDArray[np.float64]
+
+    @property
+    def scaled_rms(self) -> float:
+        return float(np.sqrt(np.mean((self.log_ratio / early_factor(self.progress)) ** 2)))
+
+
+def _compare(model: Law, rung: Rung, curve: RungCurve) -> _Compared:
+    first = max(JUDGED_FROM, 2 * rung.plan.schedule.warmup, model.first_progress(rung.plan))
+    judged = curve.progress >= min(first, float(curve.progress[-1])) * (1 - 1e-3)
+    progress = np.maximum(curve.progress[judged], model.first_progress(rung.plan))
+    return _Compared(progress=progress, log_ratio=np.log(curve.loss[judged] / model.loss(rung.plan, progress)))
+
+
+def _row(
+    law: str, kind: Kind, rung: Rung, fitted: Sequence[Rung], compared: _Compared, interval: IntervalModel
+) -> BacktestRow:
+    percent = 100.0 * np.expm1(compared.log_ratio)
+    inside = {
+        level: float(
+            np.mean(
+                np.abs(compared.log_ratio) <= interval.half_width(rung.plan.active_params, compared.progress, level)
+            )
+        )
+        for level in (0.8, 0.95)
+    }
+    return BacktestRow(
+        law=law,
+        kind=kind,
+        target=rung.name,
+        fitted=tuple(r.name for r in fitted),
+        mean_percent=float(np.abs(percent).mean()),
+        max_percent=float(np.abs(percent).max()),
+        final_percent=float(percent[-1]) if compared.progress[-1] >= 0.98 else None,
+        inside_80=inside[0.8],
+        inside_95=inside[0.95],
+    )
+
+
+def _try_fit(law: type[Law], rungs: Sequence[Rung]) -> Law | None:
+    """Fit part of a ladder, or nothing where the part alone is too little for the law."""
+    try:
+        return law.fit(Ladder(rungs=tuple(rungs)))
+    except TrajectoryGuardError:
+        return None
+
+
+def _params(rungs: Sequence[Rung]) -> float:
+    return max(rung.plan.active_params for rung in rungs)
+
+
+def _sizes(ladder: Ladder) -> list[list[Rung]]:
+    """Rungs grouped by active parameters (equal within 2 %), smallest first."""
+    groups: list[list[Rung]] = []
+    for rung in sorted(ladder.rungs, key=lambda r: (r.plan.active_params, r.plan.total_flops, r.name)):
+        if groups and rung.plan.active_params <= 1.02 * groups[-1][0].plan.active_params:
+            groups[-1].append(rung)
+        else:
+            groups.append([rung])
+    return groups
+
+
+def format_backtest(rows: Sequence[BacktestRow]) -> str:
+    """Return rows as an aligned text table.
+
+    Example:
+        >>> print(format_backtest([]))
+        no back-test: the ladder is too small to hold a rung out
+    """
+    if not rows:
+        return "no back-test: the ladder is too small to hold a rung out"
+    head = ("law", "kind", "held out", "fitted", "mean %", "max %", "final %", "in 80 %", "in 95 %")
+    table = [head] + [
+        (
+            row.law,
+            row.kind,
+            row.target,
+            str(len(row.fitted)),
+            f"{row.mean_percent:.2f}",
+            f"{row.max_percent:.2f}",
+            "-" if row.final_percent is None else f"{row.final_percent:+.2f}",
+            f"{100 * row.inside_80:.0f}",
+            f"{100 * row.inside_95:.0f}",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    )
