@@ -8,13 +8,15 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from trajectory_guard.conventions import LossUnit, Split, to_nats
+from trajectory_guard.conventions import LossUnit, Split
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.errors import FileFormatError, TrajectoryGuardError
 from trajectory_guard.logs import stitch as st
-from trajectory_guard.logs.columns import find_lr, find_metric, find_step, find_tokens
+from trajectory_guard.logs.columns import find_lr, find_metric, find_tokens
 from trajectory_guard.logs.formats import read_table
-from trajectory_guard.logs.table import MAX_COUNT, Column, LogTable
+from trajectory_guard.logs.interpret import in_nats, steps_of_tokens, stitch_notes, tokens_of
+from trajectory_guard.logs.select import axis_column, channels_at, dense, joined, one_run
+from trajectory_guard.logs.table import MAX_COUNT, LogTable
 from trajectory_guard.plan import RunPlan
 
 __all__ = ["LogRead", "LogRow", "read_log"]
@@ -123,7 +125,7 @@ def read_log(
     tables = [read_table(p, run=run) for p in paths]
     table = tables[0] if len(tables) == 1 else joined(tables)
     notes = list(dict.fromkeys(table.notes))
-    table = _one_run(table, run, split)
+    table = one_run(table, run, split)
 
     names = list(table.columns)
     loss_name = find_metric(names, metric, split, split_column="split" in table.labels)
@@ -133,7 +135,7 @@ def read_log(
         )
     if loss_name != metric:
         notes.append(f"{split} {metric} read from column {loss_name!r}")
-    axis_name, counts_tokens = _axis(table, names, axis, loss_name)
+    axis_name, counts_tokens = axis_column(table, names, axis, loss_name)
     for name in (axis_name, loss_name):
         if name in table.bad:
             where, text = table.bad[name]
@@ -152,18 +154,18 @@ def read_log(
     tokens_name = axis_name if counts_tokens else find_tokens(names)
     tokens = None if tokens_name is None else dense(table.columns[tokens_name], rows)
     if counts_tokens:
-        step = _steps_of_tokens(x, plan, table.source, notes)
+        step = steps_of_tokens(x, plan, table.source, notes)
     else:
         step = np.round(x)
         if np.any(step != x):
             raise FileFormatError(f"{table.source}: {axis_name} holds {x[step != x][0]}, expected whole steps")
     purges = tuple((int(np.searchsorted(rows, row)), s) for row, s in table.purges)
     parts = st.stitch(step, purges)
-    notes += _stitch_notes(parts)
+    notes += stitch_notes(parts)
     kept = parts.rows
     step, loss = step[kept].astype(np.int64), loss[kept]
     tokens = None if tokens is None else tokens[kept]
-    channels = _channels(table, x_rows, x_values, rows, parts, {axis_name, loss_name, tokens_name})
+    channels = channels_at(table, x_rows, x_values, rows, parts, {axis_name, loss_name, tokens_name})
 
     if not counts_tokens:
         at_zero = float(tokens[0]) if tokens is not None and step[0] == 0 and np.isfinite(tokens[0]) else None
@@ -173,207 +175,9 @@ def read_log(
             step = step + offset
             if step[0] < 0:
                 raise FileFormatError(f"{table.source}: step_offset {offset} makes step {step[0]} of the first one")
-    loss, unit_found = _in_nats(loss, step, unit, plan, split, notes)
-    tokens = _tokens(step, tokens, plan, table.source, notes)
+    loss, unit_found = in_nats(loss, step, unit, plan, split, notes)
+    tokens = tokens_of(step, tokens, plan, table.source, notes)
     return _finish(table, step, loss, tokens, channels, plan, split, unit_found, notes)
-
-
-def joined(tables: Sequence[LogTable]) -> LogTable:
-    """Append the tables of several attempts, in order."""
-    columns: dict[str, tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]]] = {}
-    labels: dict[str, list[str]] = {}
-    purges: list[tuple[int, float]] = []
-    start = 0
-    for table in tables:
-        for name, (rows, values) in table.columns.items():
-            into = columns.setdefault(name, ([], []))
-            into[0].append(rows + start)
-            into[1].append(values)
-        for name, text in table.labels.items():
-            known = labels.setdefault(name, [])
-            known += [""] * (start - len(known)) + text
-        purges += [(row + start, step) for row, step in table.purges]
-        start += table.n_rows
-    return LogTable(
-        source=" + ".join(table.source for table in tables),
-        n_rows=start,
-        columns={name: Column(np.concatenate(r), np.concatenate(v)) for name, (r, v) in columns.items()},
-        labels={name: text + [""] * (start - len(text)) for name, text in labels.items()},
-        bad={name: bad for table in tables for name, bad in table.bad.items()},
-        purges=tuple(purges),
-        notes=tuple(note for table in tables for note in table.notes),
-        window_mean=any(table.window_mean for table in tables),
-    )
-
-
-def dense(column: Column, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the values of a column at some rows, NaN where it has none."""
-    at = np.searchsorted(column.rows, rows)
-    at = np.minimum(at, max(0, column.rows.size - 1))
-    return np.where(column.rows[at] == rows, column.values[at], np.nan)
-
-
-def _one_run(table: LogTable, run: str | None, split: Split) -> LogTable:
-    """Keep the rows of one run and one split where the log tells them apart."""
-    mask = np.ones(table.n_rows, dtype=bool)
-    if "run" in table.labels:
-        labels = np.asarray(table.labels["run"])
-        runs = list(dict.fromkeys(labels.tolist()))
-        if run is None and len(runs) > 1:
-            raise FileFormatError(f"{table.source}: holds {len(runs)} runs, such as {runs[:5]}; choose one with run=")
-        if run is not None and run not in runs:
-            raise FileFormatError(f"{table.source}: has no run {run!r}; it holds {runs[:5]} ({len(runs)} in all)")
-        mask &= labels == (runs[0] if run is None else run)
-    if "split" in table.labels:
-        starts = ("train",) if split == "train" else ("val", "eval", "dev")
-        mask &= np.array([text.lower().startswith(starts) for text in table.labels["split"]], dtype=bool)
-        if not mask.any():
-            raise FileFormatError(f"{table.source}: no row of split {split!r} in its column `split`")
-    if mask.all():
-        return table
-    columns = {}
-    for name, (rows, values) in table.columns.items():
-        if np.any(mask[rows]):
-            columns[name] = Column(rows[mask[rows]], values[mask[rows]])
-    return LogTable(
-        source=table.source,
-        n_rows=table.n_rows,
-        columns=columns,
-        labels=table.labels,
-        bad=table.bad,
-        purges=table.purges,
-        window_mean=table.window_mean,
-    )
-
-
-def _axis(table: LogTable, names: list[str], axis: Axis, loss_name: str) -> tuple[str, bool]:
-    """Return the column of the horizontal axis and whether it counts tokens."""
-    step_name, tokens_name = find_step(names), find_tokens(names)
-    if axis == "tokens":
-        # A logger whose step is a token count has no other axis.
-        name = tokens_name or step_name
-    else:
-        name = step_name or (tokens_name if axis == "auto" else None)
-    if name is None or name == loss_name:
-        raise FileFormatError(f"{table.source}: no column counts steps or tokens; its columns are {names[:20]}")
-    return name, name == tokens_name or axis == "tokens"
-
-
-def _steps_of_tokens(
-    tokens: NDArray[np.float64], plan: RunPlan | None, source: str, notes: list[str]
-) -> NDArray[np.float64]:
-    if plan is None:
-        raise FileFormatError(f"{source}: counts tokens and no steps; pass a plan, which says how many a step takes")
-    notes.append("steps derived from tokens through the plan's batch schedule")
-    return np.round(st.steps_at_tokens(tokens, plan))
-
-
-def _stitch_notes(parts: st.Stitched) -> list[str]:
-    notes = []
-    if parts.resorted:
-        notes.append("rows were not in the order of their steps: sorted")
-    if parts.restarts:
-        before, after = parts.restarts[-1]
-        once = "restarted" if len(parts.restarts) == 1 else f"restarted {len(parts.restarts)} times, last"
-        notes.append(f"{once} at step {after:.0f} after step {before:.0f}; {parts.superseded} superseded rows dropped")
-    elif parts.superseded:
-        notes.append(f"{parts.superseded} rows dropped that the logger declared void on a resume")
-    if parts.duplicates:
-        notes.append(f"{parts.duplicates} duplicate rows of a step dropped, the last kept")
-    return notes
-
-
-def _channels(
-    table: LogTable,
-    x_rows: NDArray[np.int64],
-    x_values: NDArray[np.float64],
-    rows: NDArray[np.int64],
-    parts: st.Stitched,
-    taken: set[str | None],
-) -> dict[str, NDArray[np.float64]]:
-    """Return the other columns at the kept losses, also where they were logged in other rows of the same step."""
-    x_at_loss = x_values[np.searchsorted(x_rows, rows)]
-    kept_x, kept_attempt = x_at_loss[parts.rows], parts.attempt[parts.rows]
-    starts = rows[np.flatnonzero(np.diff(parts.attempt)) + 1]
-    channels = {}
-    for name, column in table.columns.items():
-        if name in taken:
-            continue
-        at = np.searchsorted(x_rows, column.rows)
-        has_x = x_rows[np.minimum(at, x_rows.size - 1)] == column.rows
-        x, values = x_values[at[has_x]], column.values[has_x]
-        attempt = np.searchsorted(starts, column.rows[has_x], side="right")
-        index = np.minimum(np.searchsorted(kept_x, x), kept_x.size - 1)
-        same = (kept_x[index] == x) & (kept_attempt[index] == attempt)
-        filled = np.full(kept_x.size, np.nan)
-        filled[index[same]] = values[same]
-        if np.any(np.isfinite(filled)):
-            channels[name] = filled
-    return channels
-
-
-def _in_nats(
-    loss: NDArray[np.float64],
-    step: NDArray[np.int64],
-    unit: LossUnit | Literal["auto"],
-    plan: RunPlan | None,
-    split: Split,
-    notes: list[str],
-) -> tuple[NDArray[np.float64], LossUnit]:
-    """Convert to nats, and compare the first loss with ln V where the log begins at the beginning."""
-    vocab = None if plan is None else plan.recipe.vocab_size
-    seen = None
-    # An untrained model's loss lies at ln V for the first few updates only.
-    if vocab is not None and step[0] <= (1 if split == "train" else 0):
-        seen = st.first_loss_unit(float(loss[0]), vocab)
-    chosen: LossUnit = (seen or "nats") if unit == "auto" else unit
-    if unit == "auto" and chosen != "nats":
-        notes.append(
-            f"the first loss, {loss[0]:.4g}, is {chosen} for a vocabulary of {vocab} (ln V = {np.log(vocab):.4g}), "
-            f"though nothing says so: read as {chosen} and converted to nats"
-        )
-    elif unit != "auto" and seen is not None and seen != unit:
-        notes.append(
-            f"the first loss, {loss[0]:.4g}, looks like {seen} for a vocabulary of {vocab} "
-            f"(ln V = {np.log(vocab):.4g}), but unit={unit!r} was given: check it"
-        )
-    elif chosen != "nats":
-        notes.append(f"converted from {chosen} to nats")
-    return to_nats(loss, chosen), chosen
-
-
-def _tokens(
-    step: NDArray[np.int64],
-    tokens: NDArray[np.float64] | None,
-    plan: RunPlan | None,
-    source: str,
-    notes: list[str],
-) -> NDArray[np.float64]:
-    """Return the log's own tokens where they are usable, else the plan's."""
-    problem = None
-    if tokens is None:
-        problem = "tokens are not logged"
-    elif not np.all(np.isfinite(tokens)):
-        problem = "tokens are not logged at every step"
-    elif np.any(tokens < 0) or np.any(tokens > MAX_COUNT) or np.any(np.diff(tokens) <= 0):
-        problem = "the logged tokens do not rise with the step"
-    if problem is None and tokens is not None:
-        if plan is not None:
-            planned = plan.tokens(step)
-            off = np.abs(tokens - planned) / np.maximum(planned, plan.batch_phases[0][1])
-            # A counter read one step early or late is no disagreement about the batch size.
-            late = np.abs(tokens - planned) > 1.01 * (planned - plan.tokens(step - 1))
-            if np.any(late & (off > 0.01)):
-                worst = int(np.argmax(np.where(late, off, 0)))
-                notes.append(
-                    f"logged tokens differ from the plan's, most at step {step[worst]}: {tokens[worst]:.6g} against "
-                    f"{planned[worst]:.6g}; the logged ones are kept"
-                )
-        return tokens
-    if plan is None:
-        raise FileFormatError(f"{source}: {problem}; pass a plan, which says how many tokens a step takes")
-    notes.append(f"{problem}: taken from the plan")
-    return plan.tokens(step)
 
 
 def _finish(

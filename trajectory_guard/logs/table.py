@@ -3,7 +3,7 @@
 import gzip
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -138,7 +138,7 @@ def number(text: str) -> float | None:
     return value
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Generator[str, None, None]:
     """Yield the lines of a UTF-8 text file, plain or gzip, with their line ends.
 
     Raises:
