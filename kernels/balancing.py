@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from trajectory_guard.kernels.checks import RoutingError
-from trajectory_guard.kernels.reference import Routing, Score, load_balance_loss, qb_histogram_, required_bias
+from trajectory_guard.kernels.reference import Routing, Score, load_balance_loss, required_bias
+from trajectory_guard.kernels.routing import qb_histogram_
 
 __all__ = ["AuxLoss", "Balancer", "LoadMetrics", "QuantileBalancing", "SignRule", "attach", "load_metrics"]
 
