@@ -1,6 +1,11 @@
 """The errors this library raises: each message says what was wrong, the value got, and what to do."""
 
-__all__ = ["FileFormatError", "MissingExtraError", "RecipeMismatchError", "TrajectoryGuardError"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trajectory_guard.detect.events import Event
+
+__all__ = ["DivergenceError", "FileFormatError", "MissingExtraError", "RecipeMismatchError", "TrajectoryGuardError"]
 
 
 class TrajectoryGuardError(ValueError):
@@ -20,3 +25,11 @@ class MissingExtraError(TrajectoryGuardError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f'{package} is not installed; run: pip install "trajectory-guard[{extra}]"')
+
+
+class DivergenceError(TrajectoryGuardError):
+    """A guard raised this because its `actions` say so; `event` is the event that asked for it."""
+
+    def __init__(self, event: "Event") -> None:
+        super().__init__(event.sentence)
+        self.event = event

@@ -5,7 +5,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["Event", "Severity", "Stage", "Verdict"]
+__all__ = ["KINDS", "Event", "Severity", "Stage", "Verdict"]
+
+KINDS = (
+    "non_finite",
+    "outlier",
+    "spike",
+    "change_up",
+    "change_down",
+    "off_forecast",
+    "runaway",
+    "too_good",
+    "noise_changed",
+    "smoothed_loss",
+    "quantised_loss",
+    "sparse_log",
+    "first_loss",
+    "late_start",
+    "beyond_horizon",
+    "tokens_mismatch",
+    "planned_change",
+    "rewound",
+    "replayed_differs",
+    "data_order_differs",
+    "pairing_lost",
+    "channel",
+)
+"""Every kind of event, in the words of docs/detection.md; `runaway` may also join an event of another kind."""
 
 
 class Severity(enum.IntEnum):

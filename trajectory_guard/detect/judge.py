@@ -1,0 +1,347 @@
+"""LossJudge: all tests over the loss of one run, wired into events."""
+
+import math
+from typing import Any
+
+from trajectory_guard.detect.events import Event, Severity
+from trajectory_guard.detect.excursion import Excursion, rollback_step
+from trajectory_guard.detect.level import FIRST_SCALE, Alarm, LevelWatch
+from trajectory_guard.detect.noise import NoiseChange, prior_sigma
+from trajectory_guard.detect.plateau import Course
+from trajectory_guard.detect.runaway import LOST, Runaway
+from trajectory_guard.detect.spike import NEEDED, SHARE, SIGMAS, Spikes
+from trajectory_guard.detect.state import PlainState
+from trajectory_guard.detect.units import ratio_hint
+from trajectory_guard.detect.wording import level_sentence, percent, recovery_sentence, size_words
+
+__all__ = ["LossJudge", "note"]
+
+OUTLIER_PAUSE = 200
+"""Observations between two outlier events: healthy logs have one in 100-300 steps, and one tells as much as ten."""
+SPIKE_HOLD = 32
+"""Observations after a spike's flag in which CUSUM warnings wait: most spikes are over by then."""
+TOO_GOOD = 0.05
+"""Share of the forecast below which a loss cannot be true."""
+PRIOR_FACTOR = 3.0
+"""The noise expected of a batch size is multiplied by this: a logged loss may be one rank's micro-batch, 2-3 times
+noisier."""
+
+
+def note(kind: str, step: int, sentence: str, *, severity: Severity = Severity.INFO, **numbers: Any) -> Event:
+    """Return an event that begins and ends at one step."""
+    return Event(
+        kind=kind,
+        severity=severity,
+        state="closed",
+        onset=step,
+        detected=step,
+        closed=step,
+        sentence=sentence,
+        **numbers,
+    )
+
+
+class LossJudge(PlainState):
+    """Level watch, spikes, runaway, noise changes, and the one excursion that they open together.
+
+    `untrained` is ln(vocabulary size), or the first loss seen, in nats; NaN while unknown. `reference_tokens` are the
+    tokens per observation that the noise scale belongs to.
+    """
+
+    __slots__ = (
+        "checkpoints",
+        "course",
+        "excursion",
+        "last_outlier",
+        "level",
+        "noise_change",
+        "reference_tokens",
+        "runaway",
+        "spikes",
+        "untrained",
+    )
+
+    def __init__(self) -> None:
+        self.level = LevelWatch()
+        self.spikes = Spikes()
+        self.runaway = Runaway()
+        self.noise_change = NoiseChange()
+        self.course = Course()
+        self.excursion = Excursion()
+        self.last_outlier = -OUTLIER_PAUSE
+        self.untrained = math.nan
+        self.reference_tokens = 1e6
+        self.checkpoints: list[int] = []
+
+    def observe(
+        self, step: int, loss: float, forecast: float, gate: float, promise: float, root_weight: float
+    ) -> list[Event] | None:
+        """Take one finite observation that has a forecast; return the events that changed.
+
+        Args:
+            step: its step.
+            loss: the loss, nats.
+            forecast: the loss expected, nats.
+            gate: smallest change to flag, nats.
+            promise: half-width of the forecast's 95 % interval, nats.
+            root_weight: sqrt(tokens averaged / reference tokens).
+        """
+        residual = loss - forecast
+        level, excursion = self.level, self.excursion
+        outlier = self._outlier(residual, forecast, root_weight)
+        is_open = excursion.kind != ""
+        last = level.noise.last
+        alarms = level.update(step, loss, residual, gate, promise, root_weight, frozen=is_open and level.calibrated)
+        self.course.update(step, loss, forecast)
+        spiking = self.spikes.update(step, outlier)
+        if not (is_open or alarms or outlier or loss <= TOO_GOOD * forecast):
+            if level.calibrated:
+                ratio = self.noise_change.update(abs(residual - last) * root_weight, level.noise.sigma)
+                if ratio is not None:
+                    return [self._noise_event(step, ratio)]
+            return None
+        events: list[Event] = []
+        scene = _Scene(step, loss, forecast, residual, gate, promise, level.sigma)
+        if is_open:
+            clip = max(3.0 * promise if promise < math.inf else 0.0, 2.0 * LOST * (self.untrained - forecast))
+            if excursion.update(step, residual, level.level, level.sigma, gate, promise, clip):
+                return [self._close(step, recovery_sentence(excursion, forecast, level.sigma), forecast)]
+        if loss <= TOO_GOOD * forecast:
+            self._raise(events, scene, "too_good", Severity.CRITICAL, -1, step, loss / forecast, TOO_GOOD, residual)
+        if spiking:
+            count = float(sum(1 for s in self.spikes.recent if s))
+            onset, size = self.spikes.onset, residual - level.level
+            self._raise(events, scene, "spike", Severity.WARNING, 1, onset, count, float(NEEDED), size)
+        elif outlier and not is_open and level.observation - self.last_outlier >= OUTLIER_PAUSE:
+            self.last_outlier = level.observation
+            events.append(self._outlier_event(scene))
+        for alarm in alarms or ():
+            self._alarm(events, scene, alarm)
+        if excursion.kind and excursion.sign > 0:
+            self._look_for_runaway(events, scene)
+        return events
+
+    def skip(self) -> None:
+        """Note an observation that is not finite: it enters no state but the gap."""
+        self.level.skip()
+
+    def anchor(self, step: int, reason: str, forecast: float, *, keep_noise: bool) -> list[Event]:
+        """Begin calibrating anew, where the level is expected to move; return the events that this closes."""
+        events = []
+        if self.excursion.kind:
+            events.append(self._close(step, f"closed at step {step}: {reason}.", forecast))
+        self.level.anchor(keep_noise=keep_noise)
+        self.spikes.reset()
+        self.noise_change = NoiseChange()
+        return events
+
+    def rewind(self, step: int, forecast: float) -> list[Event]:
+        """Go back to an earlier step with the level and noise known: statistics start at zero."""
+        events = []
+        if self.excursion.kind:
+            events.append(self._close(step, f"closed: the run went back to step {step}.", forecast))
+        self.level.rest()
+        self.level.baseline.drop_waiting()
+        self.level.skip()
+        self.spikes.reset()
+        self.course = Course()
+        self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint < step]
+        return events
+
+    def open_event(self, forecast: float) -> Event | None:
+        """Return the open event as it stands, or None."""
+        return self._event("", forecast) if self.excursion.kind else None
+
+    def _outlier(self, residual: float, forecast: float, root_weight: float) -> bool:
+        level = self.level
+        sigma = level.noise.sigma
+        if sigma == sigma and level.observation >= FIRST_SCALE:
+            excess = residual - level.baseline.level
+            return excess * root_weight > SIGMAS * sigma and excess > SHARE * forecast
+        sample = level.sample
+        if len(sample) < 2 or residual <= SHARE * forecast:
+            return False
+        excess = residual - sorted(sample)[(len(sample) - 1) // 2]
+        sigma = PRIOR_FACTOR * prior_sigma(forecast, self.reference_tokens) / root_weight
+        return excess > max(SIGMAS * sigma, SHARE * forecast)
+
+    def _alarm(self, events: list[Event], scene: "_Scene", alarm: Alarm) -> None:
+        excursion = self.excursion
+        certain = alarm.criterion in ("certified", "off_forecast")
+        if excursion.kind == "spike" and alarm.sign > 0:
+            if not certain and scene.step - excursion.detected < SPIKE_HOLD:
+                return
+            spike_onset = excursion.onset
+            kind = "off_forecast" if alarm.criterion == "off_forecast" else "change_up"
+            events.append(self._end_spike(scene, kind))
+            if abs(alarm.onset - spike_onset) <= 100:
+                alarm.onset = spike_onset
+        kind = "off_forecast" if alarm.criterion == "off_forecast" else "change_up" if alarm.sign > 0 else "change_down"
+        severity = Severity.CERTIFIED if certain else Severity.WARNING
+        self._raise(
+            events,
+            scene,
+            kind,
+            severity,
+            alarm.sign,
+            alarm.onset,
+            alarm.statistic,
+            alarm.threshold,
+            alarm.size_nats,
+            criterion=alarm.criterion,
+        )
+
+    def _raise(
+        self,
+        events: list[Event],
+        scene: "_Scene",
+        kind: str,
+        severity: Severity,
+        sign: int,
+        onset: int,
+        statistic: float,
+        threshold: float,
+        size: float,
+        criterion: str = "",
+        rule: str = "",
+    ) -> None:
+        """Open the excursion or add a criterion to the open one; what is known already is no news."""
+        excursion = self.excursion
+        criterion = criterion or kind
+        if not excursion.kind:
+            origin = 0.0 if kind in ("off_forecast", "too_good") else self.level.level
+            excursion.open(kind=kind, sign=sign, onset=onset, step=scene.step, size=size, origin=origin)
+            self.level.baseline.drop_waiting()
+            self.runaway.reset()
+        elif sign != excursion.sign or criterion in excursion.criteria:
+            # On the other side of an open excursion: the swing back of the same one, which must end first.
+            return
+        known = Severity(excursion.severity)
+        excursion.add(criterion, severity, statistic, threshold)
+        if len(excursion.criteria) > 1 and severity <= known:
+            return
+        notes = self._notes(scene, severity, rule)
+        sigma = scene.sigma if scene.sigma == scene.sigma else 0.0
+        size = size if len(excursion.criteria) == 1 else excursion.smooth - excursion.origin
+        rollback = rollback_step(self.checkpoints, excursion.onset, excursion.detected) if sign > 0 else None
+        sentence = level_sentence(excursion, size, scene.forecast, sigma, rollback=rollback, notes=notes)
+        events.append(self._event(sentence, scene.forecast, size=size))
+
+    def _notes(self, scene: "_Scene", severity: Severity, rule: str) -> tuple[str, ...]:
+        excursion = self.excursion
+        notes = [rule] if rule else []
+        if severity == Severity.CERTIFIED:
+            notes.extend(self.level.broken_assumptions())
+        if excursion.kind != "spike":
+            expected = scene.forecast + excursion.origin
+            hint = ratio_hint((expected + excursion.smooth - excursion.origin) / expected)
+            if hint:
+                notes.append(f"it looks like {hint}")
+        if excursion.sign > 0 and scene.sigma == scene.sigma:
+            label = self.course.plateau(excursion.onset, scene.sigma)
+            if label:
+                notes.append(label)
+        return tuple(notes)
+
+    def _look_for_runaway(self, events: list[Event], scene: "_Scene") -> None:
+        excursion, level = self.excursion, self.level.level
+        if "runaway" in excursion.criteria or not scene.sigma > 0.0:
+            return
+        found = self.runaway.update(
+            scene.residual - level, excursion.smooth - level, scene.sigma, self.untrained - scene.forecast
+        )
+        if found:
+            rule, statistic, threshold = found
+            onset = excursion.onset
+            if excursion.kind == "spike" and scene.step - excursion.detected >= SPIKE_HOLD:
+                events.append(self._end_spike(scene, "runaway"))
+            self._raise(
+                events,
+                scene,
+                "runaway",
+                Severity.CRITICAL,
+                1,
+                onset,
+                statistic,
+                threshold,
+                excursion.smooth - level,
+                rule=rule,
+            )
+
+    def _event(self, sentence: str, forecast: float, *, closed: int | None = None, size: float | None = None) -> Event:
+        excursion = self.excursion
+        size = excursion.peak if size is None else size
+        sigma = self.level.sigma
+        return Event(
+            kind=excursion.kind,
+            severity=Severity(excursion.severity),
+            state="open" if closed is None else "closed",
+            onset=excursion.onset,
+            detected=excursion.detected,
+            closed=closed,
+            size_nats=size,
+            size_percent=percent(size, forecast),
+            size_sigma=size / sigma if sigma > 0.0 else None,
+            statistic=excursion.statistic,
+            threshold=excursion.threshold,
+            rollback_step=rollback_step(self.checkpoints, excursion.onset, excursion.detected)
+            if excursion.sign > 0
+            else None,
+            sentence=sentence,
+        )
+
+    def _end_spike(self, scene: "_Scene", successor: str) -> Event:
+        sentence = f"the spike of step {self.excursion.onset} did not return and goes on as {successor}."
+        event = self._event(sentence, scene.forecast, closed=scene.step)
+        self.excursion.clear()
+        return event
+
+    def _close(self, step: int, sentence: str, forecast: float) -> Event:
+        event = self._event(sentence, forecast, closed=step)
+        self.excursion.clear()
+        self.level.rest()
+        self.runaway.reset()
+        return event
+
+    def _outlier_event(self, scene: "_Scene") -> Event:
+        excess = scene.residual - self.level.level
+        known = scene.sigma > 0.0
+        return note(
+            "outlier",
+            scene.step,
+            f"one outlier at step {scene.step}: {size_words(excess, scene.forecast, scene.sigma if known else 0.0)}; "
+            f"three of five would be a spike; the next {OUTLIER_PAUSE} observations report no other lone one.",
+            size_nats=excess,
+            size_percent=percent(excess, scene.forecast),
+            size_sigma=excess / scene.sigma if known else None,
+            statistic=excess / scene.sigma if known else None,
+            threshold=SIGMAS,
+        )
+
+    def _noise_event(self, step: int, ratio: float) -> Event:
+        limit = NoiseChange.HIGH if ratio > 1.0 else NoiseChange.LOW
+        return note(
+            "noise_changed",
+            step,
+            f"the noise of the loss is {ratio:.2f} times what it was, for {NoiseChange.PATIENCE} observations (limit "
+            f"{limit}): has the batch size, the data or the logging changed? Declare it with expect().",
+            statistic=ratio,
+            threshold=limit,
+        )
+
+
+class _Scene:
+    """One observation as the helpers above see it; all in nats."""
+
+    __slots__ = ("forecast", "gate", "loss", "promise", "residual", "sigma", "step")
+
+    def __init__(
+        self, step: int, loss: float, forecast: float, residual: float, gate: float, promise: float, sigma: float
+    ) -> None:
+        self.step = step
+        self.loss = loss
+        self.forecast = forecast
+        self.residual = residual
+        self.gate = gate
+        self.promise = promise
+        self.sigma = sigma

@@ -1,0 +1,70 @@
+"""Expectation: a forecast read one step at a time as plain numbers, in blocks, so that a step costs no numpy call."""
+
+import math
+from bisect import bisect_right
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trajectory_guard.forecast import Forecast
+
+__all__ = ["Expectation"]
+
+BLOCK = 1024
+GATE_SHARE = 1.0 / 3.0
+"""Share of the 80 % half-width below which no change is flagged: within a third of it a forecast may bend. Measured by
+tests/benchmarks/detection.py."""
+
+Row = tuple[float, float, float, float, float]
+
+
+class Expectation:
+    """Forecast, 95 % interval, change gate and 95 % half-width at a step, all in nats; NaN without a forecast."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        self.forecast = forecast
+        self._first = 1
+        self._rows: list[Row] = []
+        phases = forecast.plan.batch_phases
+        self._phase_starts = [first for first, _ in phases]
+        self._phase_tokens = [tokens for _, tokens in phases]
+
+    def at(self, step: int) -> Row:
+        """Return (forecast, lower, upper, gate, promise) at `step`."""
+        index = step - self._first
+        if not 0 <= index < len(self._rows):
+            self._load(step)
+            index = step - self._first
+        return self._rows[index]
+
+    def batch_tokens(self, step: int) -> int:
+        """Return the planned tokens of the optimizer update at `step`."""
+        if len(self._phase_tokens) == 1:
+            return self._phase_tokens[0]
+        return self._phase_tokens[bisect_right(self._phase_starts, step) - 1]
+
+    def _load(self, step: int) -> None:
+        self._first = 1 + (step - 1) // BLOCK * BLOCK
+        steps = np.arange(self._first, self._first + BLOCK)
+        loss = np.asarray(self.forecast.loss(steps))
+        wide = self._half_width(steps, 0.95)
+        columns = (
+            loss,
+            loss * np.exp(-wide),
+            loss * np.exp(wide),
+            GATE_SHARE * self._half_width(steps, 0.8) * loss,
+            wide * loss,
+        )
+        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def _half_width(self, steps: NDArray[np.int64], level: float) -> NDArray[np.float64]:
+        """Half-width of ln(loss); outside the table's levels by the normal quantile of the nearest level."""
+        levels = self.forecast.levels
+        nearest = min(max(level, levels[0]), levels[-1])
+        width = np.asarray(self.forecast.half_width(steps, nearest))
+        return width if nearest == level else width * (_quantile(level) / _quantile(nearest))
+
+
+def _quantile(level: float) -> float:
+    return NormalDist().inv_cdf(0.5 + 0.5 * level) if level > 0.0 else math.nan
