@@ -1,9 +1,17 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from trajectory_guard.curve import LossCurve
+from trajectory_guard.ladder import Ladder, Rung
+from trajectory_guard.lr_schedule import LRSchedule
+from trajectory_guard.plan import RunPlan
+from trajectory_guard.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,3 +23,40 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"public data not found at {folder}; set TRAJECTORY_GUARD_DATA to its folder")
     return folder
+
+
+def synthetic_loss(params: float, progress: np.ndarray) -> np.ndarray:
+    """A made-up truth in nats for runs of 160 tokens per parameter: floor, size, data and learning-rate terms."""
+    size = params / 1e4
+    return 1.6 + 0.7 * size**-0.3 + 1.1 * size**-0.25 * (progress - 0.5 * progress**2) ** -0.25 + 0.05 * (1 - progress)
+
+
+@pytest.fixture(scope="session")
+def synthetic_rung() -> Callable[..., Rung]:
+    """Factory of rungs with the loss of `synthetic_loss` and multiplicative noise, one log per seed."""
+
+    def build(
+        params: float = 2e4, *, noise: float = 0.0, seeds: Sequence[int] = (0,), steps: int = 1000, until: float = 1.0
+    ) -> Rung:
+        plan = RunPlan(
+            total_steps=steps,
+            tokens_per_step=round(160 * params / steps),
+            active_params=params,
+            schedule=LRSchedule(shape="linear", warmup=0.02),
+            recipe=Recipe(tokenizer="byte", vocab_size=256),
+        )
+        step = np.arange(1, round(until * steps) + 1)
+        truth = synthetic_loss(params, plan.progress(step))
+        curves = []
+        for seed in seeds:
+            factor = np.exp(noise * np.random.default_rng([seed, round(params)]).standard_normal(len(step)))
+            curves.append(LossCurve(step=step, tokens=plan.tokens(step), loss=truth * factor))
+        return Rung(name=f"n{params:.0f}", plan=plan, curves=tuple(curves))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def synthetic_ladder(synthetic_rung: Callable[..., Rung]) -> Ladder:
+    """Four rungs of 10,000 to 40,000 parameters with 5 % noise per step."""
+    return Ladder(rungs=tuple(synthetic_rung(n, noise=0.05, seeds=(0, 1)) for n in (1e4, 1.6e4, 2.5e4, 4e4)))

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, fit_ladder, load_fit
 from trajectory_guard.laws.backtest import backtest_law, format_backtest
 from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
+from trajectory_guard.laws.terminal import TerminalFit
 from trajectory_guard.manifest import read_manifest
 from trajectory_guard.plan import RunPlan
 
@@ -108,7 +110,25 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_command(args: argparse.Namespace) -> int:
     """Say what a ladder recommends for a compute budget."""
-    raise NotImplementedError
+    fit = load_fit(args.fit)
+    if not isinstance(fit.model, TerminalFit):
+        raise TrajectoryGuardError(
+            f"{args.fit} is a fit of law {fit.law!r}; `plan` needs one of law 'terminal': fit --law terminal"
+        )
+    advice = fit.model.recommend(args.compute)
+    print(f"compute: {advice.compute:.4g} FLOPs, {advice.reach:.3g} times the ladder's largest budget")
+    print(f"recommended: {advice.params:.4g} parameters, {advice.tokens:.4g} tokens")
+    print(f"loss to expect at the end: {advice.loss:.4f} nats")
+    for level in (0.8, 0.95):
+        width = float(fit.interval.half_width(advice.params, 1.0, level))
+        low, high = advice.loss * np.exp([-width, width])
+        print(f"{level:.0%} interval: {low:.4f} to {high:.4f} nats (+-{100 * width:.2f} %)")
+    low, high = advice.bootstrap
+    print(f"resampled optima, 5 to 95 %: {low:.4f} to {high:.4f} nats (no interval: it knows no error of the law)")
+    print("what hangs on the floor: floor, loss, rms of the fit")
+    for floor, loss, rms in advice.sensitivity:
+        print(f"  {floor:.3f}  {loss:.4f}  {rms:.2e}")
+    return 0
 
 
 def describe(fit: DelphiFit) -> str:

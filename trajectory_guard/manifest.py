@@ -129,7 +129,7 @@ def _entries(where: str, log: object) -> list[list[str]]:
     entries = [seed if isinstance(seed, list) else [seed] for seed in seeds]
     if not entries or not all(entry and all(isinstance(part, str) and part for part in entry) for entry in entries):
         raise FileFormatError(f"{where}: `log` must be a path or a list with one entry per seed, got {log!r}")
-    return entries
+    return [[str(part) for part in entry] for entry in entries]
 
 
 def _section(file: Path, content: Mapping[str, Any], name: str, allowed: tuple[str, ...] | None) -> dict[str, Any]:

@@ -243,7 +243,8 @@ def _knots(curves: list[RungCurve]) -> NDArray[np.float64]:
             f"matched-progress needs two rungs trained to the end of their plan; the logs reach progress {reached}. "
             "Finish two rungs, or correct total_steps if these were the whole plan"
         )
-    first = max(starts[-1], START)
+    # One percent earlier, so that evaluations at nominally equal progress do not lose their first point to rounding.
+    first = max(0.99 * starts[1], START)
     inner = PROGRESS_GRID[(first * 1.03 < PROGRESS_GRID) & (PROGRESS_GRID < 1.0)]
     if len(inner) < 3:
         raise TrajectoryGuardError(f"matched-progress: a rung's log begins at progress {first:.3g}, too late to fit")

@@ -26,7 +26,7 @@ def law_names() -> tuple[str, ...]:
         >>> law_names()[0]
         'matched-progress'
     """
-    return tuple(name for name, module in _MODULES.items() if importlib.util.find_spec(module) is not None)
+    return tuple(name for name in _MODULES if _find(name) is not None)
 
 
 def get_law(name: str) -> type[Law]:
@@ -39,10 +39,15 @@ def get_law(name: str) -> type[Law]:
         >>> get_law("matched-progress").__name__
         'MatchedProgress'
     """
-    if name not in law_names():
+    found = _find(name) if name in _MODULES else None
+    if found is None:
         raise TrajectoryGuardError(f"no law is called {name!r}; there are {list(law_names())}")
+    return found
+
+
+def _find(name: str) -> type[Law] | None:
+    if importlib.util.find_spec(_MODULES[name]) is None:
+        return None
     module = importlib.import_module(_MODULES[name])
-    for value in vars(module).values():
-        if isinstance(value, type) and getattr(value, "name", None) == name:
-            return value
-    raise TrajectoryGuardError(f"{_MODULES[name]} holds no law called {name!r}")
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return next((value for value in classes if getattr(value, "name", None) == name), None)
