@@ -30,10 +30,10 @@ class Comparison:
 
 
 def compare(losses: Sequence[float], forecast: Forecast, *, every: int = 2) -> Comparison:
-    """Compare per-step losses of steps 1.. with a forecast, over the whole windows that the run has finished.
+    """Compare per-step losses of steps 1.. with a forecast, over the windows of which every loss is known.
 
     Args:
-        losses: observed loss in nats of steps 1, 2, ... as far as the run went.
+        losses: observed loss in nats of steps 1, 2, ...; NaN, or absent at the end, where the run was not seen.
         forecast: the forecast of the run's plan.
         every: print every so many windows; the summary counts all.
     """
@@ -43,8 +43,8 @@ def compare(losses: Sequence[float], forecast: Forecast, *, every: int = 2) -> C
     lines = ["     step  progress  observed  forecast   95 % interval   observed - forecast"]
     errors, widths = [], []
     for number, (first, last) in enumerate(itertools.pairwise(edges)):
-        if last > len(observed):
-            break
+        if last > len(observed) or not np.isfinite(observed[first:last]).all():
+            continue
         steps = np.arange(first + 1, last + 1)
         seen, expected = observed[first:last].mean(), float(np.mean(forecast.loss(steps)))
         lower, upper = (float(np.mean(bound)) for bound in forecast.interval(steps, level=0.95))
@@ -55,7 +55,7 @@ def compare(losses: Sequence[float], forecast: Forecast, *, every: int = 2) -> C
             progress = f"{last / total:9.0%} {seen:9.4f} {expected:9.4f}   [{lower:.3f}, {upper:.3f}]"
             lines.append(f"{last:9,d} {progress}   {seen - expected:+8.4f} {error:+6.2f} %")
     if not errors:
-        text = f"No window of {WINDOW:.0%} after {FROM:.0%} of training was finished."
+        text = f"No window of {WINDOW:.0%} after {FROM:.0%} of training was seen whole."
         return Comparison(table=text, windows=0, mean_percent=np.nan, max_percent=np.nan, half_width_percent=np.nan)
     mean, largest, width = float(np.mean(errors)), float(np.max(errors)), float(np.max(widths))
     lines.append(

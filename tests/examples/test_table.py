@@ -29,6 +29,12 @@ def test_a_stopped_run_is_compared_as_far_as_it_went(forecast):
     assert compare([2.0] * 90, forecast).windows == 0
 
 
+def test_a_resumed_run_is_compared_over_what_was_seen(forecast):
+    losses = np.full(1000, np.nan)
+    losses[510:] = 2.0
+    assert compare(losses, forecast).windows == 24
+
+
 def test_the_table_shows_steps_and_signed_errors(forecast):
     table = compare(np.full(1000, 1.9), forecast).table
     assert "1,000" in table
