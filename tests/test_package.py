@@ -23,6 +23,30 @@ def test_importing_the_package_imports_no_framework() -> None:
     assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
 
 
+def test_the_public_names_are_these() -> None:
+    import trajectory_guard
+
+    assert trajectory_guard.__all__ == [
+        "DelphiFit",
+        "Event",
+        "Forecast",
+        "LRSchedule",
+        "Ladder",
+        "LossCurve",
+        "Recipe",
+        "RunPlan",
+        "Rung",
+        "Severity",
+        "TrajectoryGuard",
+        "TrajectoryGuardError",
+        "Verdict",
+        "__version__",
+        "fit_ladder",
+        "load_fit",
+    ]
+    assert all(hasattr(trajectory_guard, name) for name in trajectory_guard.__all__)
+
+
 @pytest.mark.parametrize("folder", ["integrations", "kernels"])
 def test_a_folder_at_the_top_does_not_claim_a_generic_name(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
