@@ -1,13 +1,10 @@
 """read_log: rows as loggers write them, one curve as laws and guards need it."""
 
-import gzip
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from trajectory_guard.errors import FileFormatError, TrajectoryGuardError
+from trajectory_guard.errors import FileFormatError
 from trajectory_guard.logs import read_log
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan

@@ -28,9 +28,10 @@ FINEST_WARMUP = 1e-4
 def schedule_from_lr(curve: LossCurve, plan: RunPlan) -> LRSchedule:
     """Return the schedule that a run's logged learning rates followed.
 
-    A named shape (constant, linear, cosine, steps, then WSD with its decay shapes) is taken when it lies within 1 % of
+    A named shape (constant, linear, cosine, WSD with its decay shapes, steps) is taken when it lies within 1 % of
     the peak at every logged point, or within what a shift by one step and a half explains (loggers disagree about
-    whose step's rate they write). Otherwise, or when the log ends before 95 % of the plan, a table of the logged points.
+    whose step's rate they write). Otherwise, or when the log ends before 95 % of the plan or has holes, the schedule is
+    a table of the logged points.
 
     Args:
         curve: a run with `lr`, whose tokens are those of `plan`'s horizon.
@@ -72,12 +73,12 @@ def _named(g: NDArray[np.float64], e: NDArray[np.float64], one_step: float) -> L
         lambda: _fit(g, e, one_step, warmups, lambda p: LRSchedule(shape="constant", warmup=p[0]), []),
         lambda: _fit(g, e, one_step, warmups, lambda p: LRSchedule(shape="linear", warmup=p[0], final=p[1]), [0.1]),
         lambda: _fit(g, e, one_step, warmups, lambda p: LRSchedule(shape="cosine", warmup=p[0], final=p[1]), [0.1]),
-        lambda: steps if steps is not None and _agrees(steps, g, e, one_step) else None,
     ]
     falls = g[(e < 1 - TOLERANCE) & (g > start)]
     if falls.size and falls[0] < 1.0:
         for shape in ("linear", "1-sqrt", "cosine", "exponential"):
             tries.append(lambda shape=shape: _fit_wsd(g, e, one_step, warmups, shape, float(falls[0])))
+    tries.append(lambda: steps if steps is not None and _agrees(steps, g, e, one_step) else None)
     return next((found for attempt in tries if (found := attempt()) is not None), None)
 
 
@@ -159,8 +160,8 @@ def _steps(g: NDArray[np.float64], e: NDArray[np.float64], warmup: float) -> LRS
     past = g >= warmup
     at, level = g[past], e[past]
     jumps = np.flatnonzero(np.abs(np.diff(level)) > TOLERANCE)
-    if not 1 <= jumps.size <= min(20, at.size // 4):
-        return None
+    if not 1 <= jumps.size <= 20 or np.any(np.diff(np.append(jumps, at.size - 1)) < 3):
+        return None  # A level holds for a while; what moves at every point is a decay.
     # A level change lies between two points; the later one is where it is seen.
     points = tuple(
         (round(float(at[j + 1]), 4), round(float(np.median(level[j + 1 : k + 1])), 4))
