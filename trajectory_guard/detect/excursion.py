@@ -76,9 +76,9 @@ class Excursion(PlainState):
         self.clear()
         self.kind, self.sign, self.origin = kind, sign, origin
         self.onset, self.detected, self.last_step = onset, step, step
-        # Nothing was summed before the flag; the mean size since the onset stands for it.
+        # Nothing was summed before the flag: the mean size since the onset stands for it, and a spike has 3 steps.
         self.peak = size
-        self.smooth = origin + size
+        self.smooth = origin + (size * 3.0 / SMOOTHING if kind == "spike" else size)
         self.area = size * (step - onset + 1)
 
     def add(self, criterion: str, severity: Severity, statistic: float, threshold: float) -> None:

@@ -245,7 +245,8 @@ class LossJudge(PlainState):
 
     def _look_for_runaway(self, events: list[Event], scene: "_Scene") -> None:
         excursion, level = self.excursion, self.level.level
-        if "runaway" in excursion.criteria or not scene.sigma > 0.0:
+        holding = excursion.kind == "spike" and scene.step - excursion.detected < SPIKE_HOLD
+        if holding or "runaway" in excursion.criteria or not scene.sigma > 0.0:
             return
         found = self.runaway.update(
             scene.residual - level, excursion.smooth - level, scene.sigma, self.untrained - scene.forecast
@@ -253,7 +254,7 @@ class LossJudge(PlainState):
         if found:
             rule, statistic, threshold = found
             onset = excursion.onset
-            if excursion.kind == "spike" and scene.step - excursion.detected >= SPIKE_HOLD:
+            if excursion.kind == "spike":
                 events.append(self._end_spike(scene, "runaway"))
             self._raise(
                 events,

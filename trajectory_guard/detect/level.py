@@ -24,6 +24,8 @@ FIRST_SCALE = 20
 """Observations before the first scale: the off-forecast test begins here."""
 SMOOTHED_ABOVE = 0.3
 """Lag-1 autocorrelation above which the logged loss counts as smoothed or the data as unshuffled."""
+MAD_TO_SIGMA = 1.4826
+"""sd / median |value| of a Gaussian: 1 / 0.6745."""
 REFRESH = 32
 """Observations between two looks at the scale."""
 
@@ -201,8 +203,10 @@ class LevelWatch(PlainState):
             noise.lrv = 1.0
             noise.refresh()
             self.baseline.calibrate(sample, noise.sigma)
-            b, s = self.baseline.level, noise.sigma
-            self.rho = autocorrelation([min(CLIP, max(-CLIP, (r - b) / s)) for r in sample])
+            b = self.baseline.level
+            # Of strongly correlated noise the differences are far smaller than the values: clip at the values' scale.
+            spread = max(noise.sigma, MAD_TO_SIGMA * sorted(abs(r - b) for r in sample)[len(sample) // 2])
+            self.rho = autocorrelation([min(CLIP, max(-CLIP, (r - b) / spread)) for r in sample])
             noise.lrv = long_run_factor(self.rho)
             noise.refresh()
             self.variance = sum((r - b) ** 2 for r in sample) / len(sample) / noise.sigma**2
@@ -216,7 +220,8 @@ class LevelWatch(PlainState):
             (-1, below, self.off_down, self.off_onset_down),
         ):
             statistic = evidence.update(z)
-            onset.update(step, 4.0 if z > 4.0 else -4.0 if z < -4.0 else z, sign * residual, 0.0, 1e3)
+            if z > 0.0 or onset.seen:
+                onset.update(step, 4.0 if z > 4.0 else -4.0 if z < -4.0 else z, sign * residual, 0.0, 1e3)
             if statistic >= ALARM:
                 alarm = Alarm("off_forecast", sign, onset.onset, statistic, ALARM, sign * onset.raw_mean)
                 alarms = [alarm] if alarms is None else [*alarms, alarm]
@@ -227,10 +232,17 @@ class LevelWatch(PlainState):
         self.mean = mean = self.mean + (y - self.mean) / SMOOTHING
         slow_limit = slow_threshold(i)
         drift = gate if gate > MID_DRIFT else MID_DRIFT
-        slow_up = self.slow_up.update(step, y, u, SLOW_DRIFT, 2.0 * slow_limit)
-        slow_down = self.slow_down.update(step, -y, -u, SLOW_DRIFT, 2.0 * slow_limit)
-        mid_up = self.mid_up.update(step, y, u, drift, 2.0 * MID_THRESHOLD)
-        mid_down = self.mid_down.update(step, -y, -u, drift, 2.0 * MID_THRESHOLD)
+        cap, mid_cap = 2.0 * slow_limit, 2.0 * MID_THRESHOLD
+        slow_up = slow_down = mid_up = mid_down = 0.0
+        # A sum at zero stays there unless this observation lifts it.
+        if self.slow_up.seen or y > SLOW_DRIFT:
+            slow_up = self.slow_up.update(step, y, u, SLOW_DRIFT, cap)
+        if self.slow_down.seen or -y > SLOW_DRIFT:
+            slow_down = self.slow_down.update(step, -y, -u, SLOW_DRIFT, cap)
+        if self.mid_up.seen or y > drift:
+            mid_up = self.mid_up.update(step, y, u, drift, mid_cap)
+        if self.mid_down.seen or -y > drift:
+            mid_down = self.mid_down.update(step, -y, -u, drift, mid_cap)
         certified_up = self.certified_up.update(u - gate)
         certified_down = self.certified_down.update(-u - gate)
 

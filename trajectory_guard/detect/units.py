@@ -16,6 +16,8 @@ def ratio_hint(ratio: float, tolerance: float = 0.02) -> str | None:
         >>> ratio_hint(1.441)
         'a loss in bits (1 / ln 2 = 1.4427 times nats)'
     """
+    if not 0.0 < ratio < math.inf:
+        return None
     known = {
         1.0 / math.log(2.0): "a loss in bits (1 / ln 2 = 1.4427 times nats)",
         math.log(2.0): "a loss converted to nats twice (ln 2 = 0.6931 times nats)",
@@ -43,5 +45,6 @@ def first_loss_problem(loss: float, uniform: float) -> tuple[float, str] | None:
         return None
     if ratio > 1000.0:
         return ratio, "a sum over tokens instead of a mean"
-    hint = ratio_hint(ratio, tolerance=0.05) if ratio > 0.0 else None
-    return ratio, hint or "another unit, a sum instead of a mean, or an unusual initialisation"
+    return ratio, ratio_hint(
+        ratio, tolerance=0.05
+    ) or "another unit, a sum instead of a mean, or an unusual initialisation"

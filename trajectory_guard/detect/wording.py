@@ -42,7 +42,7 @@ def level_sentence(
     notes: tuple[str, ...] = (),
 ) -> str:
     """Return the sentence of an open excursion after a criterion has fired."""
-    against = "the forecast" if excursion.origin == 0.0 else "the run's own level against the forecast"
+    against = "the forecast" if excursion.origin == 0.0 else "the run's own level"
     what = {
         "change_up": "the loss has risen above its course",
         "change_down": "the loss has fallen below its course",
