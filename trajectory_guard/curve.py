@@ -60,6 +60,10 @@ class LossCurve:
                     f"{name} holds {bad.size} values that are not finite, first {values[bad[0]]} at index {bad[0]}; "
                     "drop these points before building a LossCurve"
                 )
+            if name == "step" and (np.any(values != np.floor(values)) or np.any(values < 0)):
+                raise TrajectoryGuardError(
+                    f"step must hold whole numbers of updates >= 0, got {values.tolist()[:5]}..."
+                )
             values = np.array(values, dtype=np.int64 if name == "step" else np.float64)
             values.flags.writeable = False
             object.__setattr__(self, name, values)

@@ -212,6 +212,7 @@ def _from_content(content: Mapping[str, Any]) -> DelphiFit:
         raise TrajectoryGuardError(f"`split` must be one of {get_args(Split)}, got {content['split']!r}")
     if not isinstance(content["interval"], dict):
         raise TrajectoryGuardError(f"`interval` must be an object, got {content['interval']!r:.80}")
+    check_recipe(content["recipe"], content["recipe"])  # Raises for a field of the wrong type.
     backtest = content["backtest"]
     if not isinstance(backtest, dict) or sorted(backtest) != ["refused", "rows"]:
         raise TrajectoryGuardError("`backtest` must be an object with `rows` and `refused`")

@@ -61,12 +61,15 @@ class Ladder:
             raise TrajectoryGuardError(f"rung names must differ, got {twice} more than once")
         first = _comparable(self.rungs[0].plan)
         for rung in self.rungs[1:]:
-            try:
-                check_recipe(first, _comparable(rung.plan))
-            except TrajectoryGuardError as error:
+            other = _comparable(rung.plan)
+            errors = check_recipe(first, other, override=True).errors
+            if errors:
+                fields = [text.split(":")[0] for text in errors]
+                told = "; ".join(f"{name}: {first[name]!r} and {other[name]!r}" for name in fields)
                 raise TrajectoryGuardError(
-                    f"rungs {names[0]!r} (below: fit) and {rung.name!r} (plan) cannot stand in one ladder: {error}"
-                ) from error
+                    f"rungs {names[0]!r} and {rung.name!r} cannot stand in one ladder, their losses do not compare: "
+                    f"{told}. Leave one of them out or correct its plan"
+                )
         object.__setattr__(
             self, "rungs", tuple(sorted(self.rungs, key=lambda rung: (rung.plan.total_flops, rung.name)))
         )

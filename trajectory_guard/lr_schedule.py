@@ -140,7 +140,12 @@ class LRSchedule:
             )
         values = dict(content)
         if "points" in values:
-            values["points"] = tuple(tuple(pair) for pair in values["points"])
+            try:
+                values["points"] = tuple(tuple(pair) for pair in values["points"])
+            except TypeError as error:
+                raise TrajectoryGuardError(
+                    f"schedule points must be [progress, lr / peak] pairs, got {values['points']!r:.80}"
+                ) from error
         return cls(**values)
 
     def describe(self) -> str:

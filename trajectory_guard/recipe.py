@@ -186,7 +186,14 @@ def check_recipe(fit: Mapping[str, Any], plan: Mapping[str, Any], *, override: b
             continue
         if name not in fit or name not in plan:
             unknown.append(name)
-        elif not same(fit[name], plan[name]):
+            continue
+        try:
+            agree = same(fit[name], plan[name])
+        except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+            raise TrajectoryGuardError(
+                f"identity field `{name}` is damaged: fit {fit[name]!r:.80}, plan {plan[name]!r:.80}"
+            ) from error
+        if not agree:
             found[outcome].append(f"{name}: fit {_show(fit[name])}, plan {_show(plan[name])}")
     check = RecipeCheck(
         errors=tuple(found["error"]),

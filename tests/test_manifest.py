@@ -1,0 +1,145 @@
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajectory_guard.__main__ import main
+from trajectory_guard.errors import FileFormatError
+from trajectory_guard.fit import load_fit
+from trajectory_guard.manifest import read_manifest
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "formats.md"
+
+
+def write_log(path: Path, *, tokens_per_step: int, steps: int = 1000, first: int = 1, scale: float = 1.0) -> None:
+    step = np.arange(first, steps + 1)
+    loss = scale * (1.5 + 3 * (tokens_per_step * step) ** -0.15)
+    rows = "\n".join(f"{s},{v:.6f}" for s, v in zip(step, loss, strict=True))
+    path.write_text(f"step,loss\n{rows}\n")
+
+
+@pytest.fixture
+def documented(tmp_path: Path) -> Path:
+    """The manifest printed in docs/formats.md, with logs beside it."""
+    (text,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    path = tmp_path / "ladder.toml"
+    path.write_text(text)
+    write_log(tmp_path / "small.csv", tokens_per_step=1600)
+    write_log(tmp_path / "large-seed0.csv", tokens_per_step=6400)
+    write_log(tmp_path / "large-seed1.csv", tokens_per_step=6400, steps=700)
+    write_log(tmp_path / "large-seed1-restart.csv", tokens_per_step=6400, first=601)
+    return path
+
+
+def test_the_documented_manifest_reads_with_seeds_and_attempts(documented):
+    ladder, notes = read_manifest(documented)
+    small, large = ladder.rungs
+    assert (small.name, small.plan.active_params, small.plan.total_steps) == ("small", 10_000, 1000)
+    assert (small.plan.recipe.vocab_size, small.plan.schedule.warmup) == (256, 0.03)
+    assert [len(curve) for curve in large.curves] == [1000, 1000]
+    assert any("restart" in note for note in notes)
+
+
+def test_fit_forecast_inspect_and_backtest_run_from_the_command_line(documented, tmp_path, capsys):
+    fit_path, plan_path, csv_path = tmp_path / "fit.json", tmp_path / "plan.json", tmp_path / "out" / "forecast.csv"
+    assert main(["fit", str(documented), "-o", str(fit_path), "--law", "matched-progress"]) == 0
+    assert "law matched-progress" in capsys.readouterr().out
+    fit = load_fit(fit_path)
+    plan = type(fit.rungs[0].plan)(**{**vars(fit.rungs[-1].plan), "active_params": 80_000, "tokens_per_step": 12_800})
+    plan.save(plan_path)
+    assert main(["forecast", str(fit_path), "--plan", str(plan_path), "-o", str(csv_path)]) == 0
+    assert "80 % interval" in capsys.readouterr().out
+    header, *rows = csv_path.read_text().splitlines()
+    assert header.startswith("step,tokens,progress,loss,lower_0.5,upper_0.5")
+    assert rows[-1].split(",")[0] == "1000"
+    assert main(["inspect", str(fit_path), "--plan", str(plan_path)]) == 0
+    assert "rung small: 1e+04 active parameters" in capsys.readouterr().out
+    assert main(["backtest", str(documented), "--law", "matched-progress"]) == 0
+    assert "too small to hold a rung out" in capsys.readouterr().out
+    assert main(["plan", str(fit_path), "--compute", "1e20"]) == 2
+    assert "needs one of law 'terminal'" in capsys.readouterr().err
+
+
+def test_a_mismatched_plan_ends_the_command_with_both_values_and_status_2(documented, tmp_path, capsys):
+    fit_path, plan_path = tmp_path / "fit.json", tmp_path / "plan.json"
+    main(["fit", str(documented), "-o", str(fit_path), "--law", "matched-progress"])
+    plan = load_fit(fit_path).rungs[0].plan
+    type(plan)(**{**vars(plan), "total_steps": 3000}).save(plan_path)
+    out = tmp_path / "f.csv"
+    assert main(["forecast", str(fit_path), "--plan", str(plan_path), "-o", str(out)]) == 2
+    assert "tokens_per_active_param: fit 160, plan 480" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["forecast", str(fit_path), "--plan", str(plan_path), "-o", str(out), "--override-recipe"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("version = 1\n", "version = 2\n", "reads version 1"),
+        ('format = "trajectory-guard-ladder"', 'format = "x"', "expected 'trajectory-guard-ladder'"),
+        ("[recipe]", "[receipt]", r"unknown fields \['receipt'\]"),
+        ('tokenizer = "byte"', "tokenizer = 3", "rung 'small': recipe field `tokenizer`"),
+        ('tokenizer = "byte"', 'token = "byte"', "unknown recipe fields"),
+        ("active_params = 10_000", "params = 10_000", r"rung 'small': unknown fields \['params'\]"),
+        ("active_params = 10_000", "", "missing.*active_params"),
+        ("active_params = 10_000", "active_params = -1", "active_params must be a positive"),
+        ('name = "small"', "", "number 1 needs a `name`"),
+        ('name = "small"', 'name = "large"', "more than once"),
+        ('log = "small.csv"', "", "`log` must be a path"),
+        ('log = "small.csv"', 'log = "absent.csv"', "rung 'small': .*absent.csv"),
+        ('log = "small.csv"', "log = []", "`log` must be a path"),
+        ('unit = "nats"', 'unit = "shannons"', "unit must be one of"),
+        ('unit = "nats"', "unit = 1", "read.unit must be a str"),
+        ("total_steps = 1000", "total_steps = 500", "times the planned"),
+        ("[[rung]]", "[rung]", "not valid TOML|at least one"),
+        ("[recipe] ", "[recipe ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_naming_file_and_field(documented, old, new, words):
+    text = documented.read_text()
+    assert old in text
+    documented.write_text(text.replace(old, new, 1))
+    with pytest.raises(FileFormatError, match=words) as caught:
+        read_manifest(documented)
+    assert "ladder.toml" in str(caught.value)
+
+
+def test_a_missing_manifest_and_one_without_rungs_are_refused(tmp_path):
+    with pytest.raises(FileFormatError, match="no such file"):
+        read_manifest(tmp_path / "none.toml")
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(FileFormatError, match="at least one"):
+        read_manifest(tmp_path / "empty.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('recipe = { tokenizer = "bpe" }', "'small' and 'large' .*tokenizer: 'bpe' and 'byte'"),
+        ('metric = "other"', "metric"),
+        ('flops_convention = "per-token-including-lm-head"\nflops_per_token = 7e4', "flops_convention"),
+    ],
+)
+def test_rungs_whose_losses_cannot_be_compared_are_refused(documented, line, words):
+    documented.write_text(documented.read_text().replace('log = "small.csv"', f'log = "small.csv"\n{line}'))
+    with pytest.raises(FileFormatError, match=words):
+        read_manifest(documented)
+
+
+def test_a_log_with_nan_gaps_and_duplicates_is_read_and_told(documented, tmp_path):
+    lines = (tmp_path / "small.csv").read_text().splitlines()
+    lines[300] = lines[300].split(",")[0] + ",nan"
+    del lines[400:420]
+    lines.insert(500, lines[499])
+    (tmp_path / "small.csv").write_text("\n".join(lines) + "\n")
+    ladder, notes = read_manifest(documented)
+    (curve,) = ladder.rungs[0].curves
+    assert len(curve) == 1000 - 20 - 1
+    assert sum("'small'" in note for note in notes) >= 2
+
+
+def test_a_rung_that_died_early_is_told(documented, tmp_path):
+    write_log(tmp_path / "small.csv", tokens_per_step=1600, steps=600)
+    _, notes = read_manifest(documented)
+    assert any("ends at progress 0.600; used up to there" in note for note in notes)
