@@ -98,12 +98,12 @@ __device__ __forceinline__ float choice_of(int key) {
 
 // This lane's logits, -inf beyond the last expert. wide: rows may be read in 16-byte pieces.
 __device__ __forceinline__ void load_row(const elem* row, bool live, int lane, int wide, float* x) {
-  const int per = 16 / (int)sizeof(elem);
 #pragma unroll
   for (int v = 0; v < PER_LANE; ++v) x[v] = NEG_INF;
   if (!live) return;
 #if PER_LANE * (ELEM == 0 ? 4 : 2) % 16 == 0
   if (wide) {
+    const int per = 16 / (int)sizeof(elem);
 #pragma unroll
     for (int c = 0; c < PER_LANE / per; ++c) {
       int e = lane * PER_LANE + c * per;
@@ -192,7 +192,7 @@ route_forward(const elem* logits, const float* bias, const unsigned char* valid,
     i64 t = first + i;
     bool live = t < tokens;
     const elem* row = logits + t * EXPERTS;
-    float x[PER_LANE], s[PER_LANE], base = 0.0f, total = 0.0f, inverse = 0.0f;
+    float x[PER_LANE], s[PER_LANE] = {}, base = 0.0f, total = 0.0f, inverse = 0.0f;
     load_row(row, live, lane, wide, x);
     if (STATS || !SIGMOID) row_softmax(x, s, base, total, inverse);
     bool counts = STATS && live && ((counted[i / 32] >> (i % 32)) & 1u);
@@ -315,7 +315,7 @@ route_backward(const elem* logits, const int* experts, const unsigned char* vali
     bool live = t < tokens;
     bool counts = live && (valid == 0 || valid[t] != 0);
     const elem* row = logits + t * EXPERTS;
-    float x[PER_LANE], p[PER_LANE], base = 0.0f, total = 0.0f, inverse = 0.0f;
+    float x[PER_LANE], p[PER_LANE] = {}, base = 0.0f, total = 0.0f, inverse = 0.0f;
     load_row(row, live, lane, wide, x);
     if (!SIGMOID || g_lse != 0) row_softmax(x, p, base, total, inverse);
 #pragma unroll
@@ -325,20 +325,20 @@ route_backward(const elem* logits, const int* experts, const unsigned char* vali
       float sum = 0.0f, with_g = 0.0f;
       for (int j = lane; live && j < TOPK; j += GROUP) {
         u32 e = (u32)experts[t * TOPK + j];
-        float score = e < EXPERTS ? score_of(to_float(row[e]), base, inverse) : 0.0f;
+        float score = e < (u32)EXPERTS ? score_of(to_float(row[e]), base, inverse) : 0.0f;
         sum += score;
       }
       float d = group_sum(sum) + EPS;
       for (int j = lane; live && j < TOPK; j += GROUP) {
         u32 e = (u32)experts[t * TOPK + j];
-        float score = e < EXPERTS ? score_of(to_float(row[e]), base, inverse) : 0.0f;
+        float score = e < (u32)EXPERTS ? score_of(to_float(row[e]), base, inverse) : 0.0f;
         with_g += g_weights[t * TOPK + j] * scale * (score / d);
       }
       float dot = group_sum(with_g);
       for (int j = lane; live && j < TOPK; j += GROUP) {
         u32 e = (u32)experts[t * TOPK + j];
         float g = g_weights[t * TOPK + j] * scale;
-        if (e < EXPERTS) chosen[group * PADDED + e] = NORM ? (g - dot) / d : g;
+        if (e < (u32)EXPERTS) chosen[group * PADDED + e] = NORM ? (g - dot) / d : g;
       }
     }
     __syncwarp();
@@ -398,7 +398,7 @@ __device__ __forceinline__ void mark_routed(const int* experts, i64 first, int t
     int i = c / TOPK;
     if (first + i >= tokens) break;
     u32 e = (u32)experts[first * TOPK + c];
-    if (e < EXPERTS) atomicOr(&routed[e * WORDS + i / 32], 1u << (i % 32));
+    if (e < (u32)EXPERTS) atomicOr(&routed[e * WORDS + i / 32], 1u << (i % 32));
   }
   __syncthreads();
 }
@@ -475,7 +475,7 @@ permute_place(const int* experts, const int* part, const int* totals, int* order
     if (first + i >= tokens) break;
     u32 e = (u32)experts[first * TOPK + c];
     int place = -1;
-    if (e < EXPERTS) {
+    if (e < (u32)EXPERTS) {
       place = start[e] + __popc(routed[e * WORDS + i / 32] & ((1u << (i % 32)) - 1u));
       for (int w = 0; w < i / 32; ++w) place += __popc(routed[e * WORDS + w]);
       order[place] = (int)(first * TOPK + c);
