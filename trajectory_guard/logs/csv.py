@@ -60,8 +60,6 @@ def read_csv(path: Path, *, run: str | None = None) -> LogTable:
                 header = split_header(cells, source, run, builder.notes, again=bool(header))
                 named = [name for name in header if name is not None]
                 axes = {name for name in (find_step(named), find_tokens(named)) if name is not None}
-                if not axes and "Step" not in cells:
-                    axes = {cells[0].strip()}
                 continue
             if len(cells) != len(header):
                 torn += 1
@@ -91,7 +89,7 @@ def read_csv(path: Path, *, run: str | None = None) -> LogTable:
         builder.bad = {**last_bad, **builder.bad}
     elif last_bad:
         builder.notes.append("the last line is cut off; its unreadable cells are left out")
-    if torn > max(1, MAX_RAGGED * builder.n_rows):
+    if torn > max(2, MAX_RAGGED * builder.n_rows) or (torn and not builder.n_rows):
         raise FileFormatError(
             f"{source}: {torn} of {torn + builder.n_rows} rows do not have the {len(header)} cells of their header; "
             "is it a CSV file?"

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.ndimage import median_filter
 from scipy.signal import savgol_filter
 
 from trajectory_guard.plan import RunPlan
@@ -17,7 +18,7 @@ MAX_DESCENTS = 0.25
 
 SMOOTHED_AUTOCORRELATION = 0.3
 """Lag-1 autocorrelation of residuals above which a log is called smoothed: raw logs of shuffled data lie within
--0.03..0.00 (10 public per-step logs), logs of an exponential mean of weight 0.9 at every tenth step 0.29..0.63
+-0.03..0.00 (10 public per-step logs), logs of an exponential mean of weight 0.9 at every tenth step 0.24..0.68
 (tests/benchmarks/fuzz_logs.py --checks)."""
 
 
@@ -155,10 +156,9 @@ def largest_gap(step: ArrayLike) -> tuple[int, int] | None:
 def residual_autocorrelation(loss: ArrayLike) -> float | None:
     r"""Return the lag-1 autocorrelation of a loss around its own smooth course; None for too few points.
 
-    With r = loss - its running quadratic (Savitzky-Golay, clipped at 4 robust deviations):
-    \sum r_t r_(t+1) / \sum r_t^2,
-    corrected for the filter, which gives white noise a slightly negative value. Raw per-step losses of shuffled data
-    have about 0; a log that was smoothed before it was written has much more, and its scatter understates the noise.
+    With r = loss - its running quadratic (Savitzky-Golay), this is \sum r_t r_(t+1) / \sum r_t^2, corrected for the
+    filter, which gives white noise a slightly negative value. Raw per-step losses of shuffled data have about 0; a log
+    that was smoothed before it was written has much more, and its scatter understates the noise.
 
     Args:
         loss: (n,) finite losses in logging order; the first tenth, where the loss falls fast, is left out.
@@ -176,11 +176,13 @@ def residual_autocorrelation(loss: ArrayLike) -> float | None:
         return None
     # A short log covers much of the run's course: only a short filter follows it.
     window = 51 if x.size >= 1500 else 15
-    r = x - np.asarray(savgol_filter(x, window, 2))
-    scale = 1.4826 * np.median(np.abs(r))
+    # An outlier would pull the filter and correlate its neighbours: clip around a running median first.
+    middle = median_filter(x, size=15, mode="nearest")
+    scale = 1.4826 * float(np.median(np.abs(x - np.asarray(savgol_filter(x, window, 2)))))
     if scale <= 0:
         return None
-    r = np.clip(r, -4 * scale, 4 * scale)
+    x = np.clip(x, middle - 4 * scale, middle + 4 * scale)
+    r = x - np.asarray(savgol_filter(x, window, 2))
     r -= r.mean()
     power = float(np.dot(r, r))
     lag = float(np.dot(r[:-1], r[1:])) / power if power > 0 else 0.0
