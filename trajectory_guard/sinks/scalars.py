@@ -1,0 +1,77 @@
+"""The numbers that every sink shows for a verdict, under one set of names and in one call."""
+
+import re
+
+from trajectory_guard.detect.events import Event, Severity, Verdict
+from trajectory_guard.errors import TrajectoryGuardError
+
+__all__ = ["FlagState", "check_name", "verdict_scalars"]
+
+
+def check_name(name: str) -> str:
+    """Return a guard's name if it can begin a tag.
+
+    Raises:
+        TrajectoryGuardError: it is empty or holds anything but letters, digits, `_`, `-`, `.` and inner `/`.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name):
+        raise TrajectoryGuardError(f"a guard's name must be letters, digits, '_', '-', '.' or '/', got {name!r}")
+    return name
+
+
+def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dict[str, float]:
+    """Return the scalars of one verdict by tag, always the same tags, NaN where there is nothing to say.
+
+    Args:
+        verdict: the verdict.
+        flag: an event of at least warning is open.
+        name: first part of every tag.
+
+    Returns:
+        `loss`, `forecast`, `lower` and `upper` in nats; `residual_percent` with `residual_lower_percent` and
+        `residual_upper_percent`, the interval relative to the forecast; `residual_sigma`; `statistic`, its
+        `threshold` and the `statistic_floor` 0; `flag`, 0 or 1.
+
+    Example:
+        >>> verdict = Verdict(step=3, loss=2.2, forecast=2.0, lower=1.9, upper=2.1, residual_nats=0.2,
+        ...                   residual_sigma=2.0, stage="watching", statistic=1.0, threshold=16.0)
+        >>> round(verdict_scalars(verdict, flag=False)["guard/residual_percent"], 6)
+        10.0
+    """
+    f = verdict.forecast
+    values = {
+        "loss": verdict.loss,
+        "forecast": f,
+        "lower": verdict.lower,
+        "upper": verdict.upper,
+        "residual_percent": verdict.residual_percent,
+        "residual_lower_percent": 100.0 * (verdict.lower - f) / f,
+        "residual_upper_percent": 100.0 * (verdict.upper - f) / f,
+        "residual_sigma": verdict.residual_sigma,
+        "statistic": verdict.statistic,
+        "threshold": verdict.threshold,
+        "statistic_floor": 0.0,
+        "flag": float(flag),
+    }
+    return {f"{name}/{key}": float(value) for key, value in values.items()}
+
+
+class FlagState:
+    """Remembers which events of at least warning are open, for the 0/1 flag that marks steps."""
+
+    def __init__(self) -> None:
+        self._open: set[tuple[str, int]] = set()
+
+    def take(self, event: Event) -> None:
+        """Take an event that was opened, updated or closed."""
+        key = (event.kind, event.detected)
+        if event.state == "open" and event.severity >= Severity.WARNING:
+            self._open.add(key)
+        else:
+            self._open.discard(key)
+
+    def at(self, verdict: Verdict) -> bool:
+        """True when an event of at least warning is open at this verdict's step, or was flagged in it."""
+        return bool(self._open) or any(
+            event.severity >= Severity.WARNING and verdict.step == event.detected for event in verdict.events
+        )

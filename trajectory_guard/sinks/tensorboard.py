@@ -1,0 +1,177 @@
+"""TensorBoardSink: the loss inside its forecast interval on the Custom Scalars tab, the forecast beside the loss.
+
+The charts need every tag of a chart at identical steps, so all tags are written in one call per verdict. The forecast
+of the whole horizon goes once, at the start, into the sibling runs `forecast`, `forecast_lower` and `forecast_upper`
+under the tag of the loss, where the plain Scalars tab overlays them.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from trajectory_guard.detect.events import Event, Severity, Verdict
+from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
+from trajectory_guard.forecast import Forecast
+from trajectory_guard.sinks.scalars import FlagState, check_name, verdict_scalars
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+__all__ = ["TensorBoardSink"]
+
+FORECAST_POINTS = 1000
+"""Points of each forecast curve: what TensorBoard keeps of a scalar by default."""
+
+_CHARTS = {
+    # Title -> value, lower edge, upper edge. TensorBoard draws Margin cards in reverse order of declaration.
+    "3. Change statistic under its threshold": ("statistic", "statistic_floor", "threshold"),
+    "2. Residual inside the forecast interval, % of the forecast": (
+        "residual_percent",
+        "residual_lower_percent",
+        "residual_upper_percent",
+    ),
+    "1. Loss inside the forecast interval, nats per token": ("loss", "lower", "upper"),
+}
+
+
+class TensorBoardSink:
+    """Writes verdicts, the custom layout, the forecast and event sentences for TensorBoard.
+
+    Args:
+        target: log folder, or a `SummaryWriter` that already writes there: TensorBoard follows only the newest event
+            file of a folder, so two writers must not share one. A writer that is handed in is flushed, never closed.
+        name: first part of every tag; two guards of one run need two names.
+        loss_tag: tag under which the forecast curves are written; by default the guard's own `<name>/loss`. Give the
+            tag under which the training script logs its loss to see the forecast on that card.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+        TrajectoryGuardError: the name cannot begin a tag, or the target is neither folder nor writer.
+    """
+
+    def __init__(
+        self, target: "str | Path | SummaryWriter", *, name: str = "guard", loss_tag: str | None = None
+    ) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("tensorboard", "torch") from error
+        if not isinstance(target, (str, Path, SummaryWriter)):
+            raise TrajectoryGuardError(f"target must be a log folder or a SummaryWriter, got {target!r}")
+        self.name = check_name(name)
+        self.loss_tag = loss_tag or f"{name}/loss"
+        self._target = target
+        self._writer: SummaryWriter | None = None
+        self._flags = FlagState()
+
+    def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
+        """Write layout, forecast card and forecast curves; after a resume make later points of the past void."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        purge = None if resumed_step is None else resumed_step + 1
+        if isinstance(self._target, SummaryWriter):
+            self._writer = self._target
+            if purge is not None:
+                _purge(self._writer, purge)
+        else:
+            self._writer = SummaryWriter(str(self._target), purge_step=purge)
+        charts = _LAYOUTS.setdefault(self._writer, {})
+        charts[f"Trajectory ({self.name})"] = {
+            title: ["Margin", [f"{self.name}/{key}" for key in keys]] for title, keys in _CHARTS.items()
+        }
+        self._writer.add_custom_scalars(charts)
+        self._writer.add_text(f"{self.name}/forecast", forecast_card(forecast), resumed_step or 0)
+        self._write_curves(forecast, Path(self._writer.log_dir))
+        self._writer.flush()
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Write every tag at the verdict's step."""
+        writer = self._open_writer()
+        for tag, value in verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name).items():
+            writer.add_scalar(tag, value, verdict.step)
+
+    def event(self, event: Event, *, step: int) -> None:
+        """Write the event's sentence as text, and flush: someone may be looking."""
+        self._flags.take(event)
+        writer = self._open_writer()
+        severity = event.severity.name.lower()
+        back = "" if event.rollback_step is None else f" Roll back to step {event.rollback_step:,}."
+        writer.add_text(f"{self.name}/events", f"**{severity}, {event.state}**: {_plain(event.sentence)}{back}", step)
+        if event.severity >= Severity.WARNING:
+            writer.flush()
+
+    def flush(self) -> None:
+        """Bring what is buffered to disk."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flush; close the writer if it is ours."""
+        if self._writer is not None:
+            self._writer.flush()
+            if self._writer is not self._target:
+                self._writer.close()
+            self._writer = None
+
+    def _open_writer(self) -> "SummaryWriter":
+        if self._writer is None:
+            raise TrajectoryGuardError("the TensorBoard sink is not open; start it first")
+        return self._writer
+
+    def _write_curves(self, forecast: Forecast, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        first, last = forecast.first_step, forecast.plan.total_steps
+        steps = np.unique(np.linspace(first, last, min(FORECAST_POINTS, last - first + 1)).round().astype(np.int64))
+        lower, upper = forecast.interval(steps, level=_level(forecast))
+        curves = {"forecast": forecast.loss(steps), "forecast_lower": lower, "forecast_upper": upper}
+        for run, values in curves.items():
+            # purge_step=0 makes the curve of an earlier attempt void, so that a resumed run draws one curve.
+            with SummaryWriter(str(folder / run), purge_step=0) as writer:
+                for step, value in zip(steps.tolist(), np.asarray(values).tolist(), strict=True):
+                    writer.add_scalar(self.loss_tag, value, step)
+
+
+_LAYOUTS: "WeakKeyDictionary[SummaryWriter, dict[str, dict[str, list[object]]]]" = WeakKeyDictionary()
+"""The layout of each writer: a run holds one, so that a second guard on the same writer adds to it."""
+
+
+def forecast_card(forecast: Forecast) -> str:
+    """Return what the forecast is, as Markdown: law, horizon, final loss with its intervals, recipe check."""
+    plan, last = forecast.plan, forecast.plan.total_steps
+    rows = [
+        ("law", forecast.law),
+        ("watched", f"{plan.split} {plan.metric}, nats per token"),
+        ("horizon", f"{last:,} steps, {plan.total_tokens:,} tokens, {plan.total_flops:.3g} FLOPs"),
+        ("size", f"{plan.active_params:,.0f} active parameters, {plan.tokens_per_active_param:.1f} tokens each"),
+        ("forecast from step", f"{forecast.first_step:,}"),
+        ("final loss", f"{forecast.loss(last):.4f}"),
+    ]
+    for level in forecast.levels:
+        lower, upper = forecast.interval(last, level=level)
+        rows.append((f"{level:.0%} interval of the final loss", f"{lower:.4f} to {upper:.4f}"))
+    lines = ["| forecast | |", "|---|---|", *(f"| {key} | {_plain(value)} |" for key, value in rows)]
+    check = "\n".join(f"- {_plain(line)}" for line in forecast.check.message().splitlines())
+    return "\n".join(lines) + "\n\nRecipe check:\n\n" + check
+
+
+def _level(forecast: Forecast) -> float:
+    """The 95 % level where the forecast has it, as verdicts show; else its widest."""
+    return min(0.95, forecast.levels[-1])
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown leaves as it is."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|" else c for c in text)
+
+
+def _purge(writer: "SummaryWriter", step: int) -> None:
+    """Tell TensorBoard that points of this run at `step` and later, written so far, are void."""
+    from tensorboard.compat.proto import event_pb2
+
+    proto: Any = event_pb2  # Generated code: its names are not known statically.
+    file_writer = writer._get_file_writer()
+    file_writer.add_event(proto.Event(step=step, file_version="brain.Event:2"))
+    file_writer.add_event(proto.Event(step=step, session_log=proto.SessionLog(status=proto.SessionLog.START)))
