@@ -63,6 +63,7 @@ def polish(
     scale: float = 1.0,
     loss: Literal["soft_l1", "huber"] = "soft_l1",
     robust: int | None = None,
+    weights: Array | None = None,
     max_evaluations: int = 200,
 ) -> tuple[Array, float]:
     """Minimise sum of rho((residual / scale)^2) over bounded parameters, with the analytic Jacobian.
@@ -75,6 +76,7 @@ def polish(
         scale: residual where the loss turns from square to linear.
         loss: `"soft_l1"` or `"huber"`.
         robust: only the first so many residuals are robust, the others (priors) are squared; None means all.
+        weights: (m,) factors of the objective's first m terms, m <= n; None means 1.
         max_evaluations: stop after so many evaluations.
 
     Returns:
@@ -107,6 +109,8 @@ def polish(
             root = np.sqrt(1.0 + head)
             values = [2.0 * (root - 1.0), 1.0 / root, -0.5 / root**3]
         out[:, :robust] = values
+        if weights is not None:
+            out[:, : len(weights)] *= weights
         return out
 
     inside = np.clip(start, low + 1e-10 * (1 + np.abs(low)), high - 1e-10 * (1 + np.where(np.isinf(high), 0, np.abs(high))))
