@@ -9,6 +9,7 @@ import numpy as np
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, fit_ladder, load_fit
 from trajectory_guard.laws.backtest import backtest_law, format_backtest
+from trajectory_guard.laws.progress import MatchedProgress
 from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
 from trajectory_guard.laws.terminal import TerminalFit
 from trajectory_guard.manifest import read_manifest
@@ -134,11 +135,13 @@ def plan_command(args: argparse.Namespace) -> int:
 def describe(fit: DelphiFit) -> str:
     """Return what a fit holds, in words."""
     lines = [f"law {fit.law} for {fit.metric!r} on {fit.split} data"]
+    if fit.source is not None:
+        lines.append(f"source: {fit.source}")
     for rung in fit.rungs:
         lines.append(
             f"  rung {rung.name}: {rung.plan.active_params:.4g} active parameters, "
             f"{rung.plan.total_tokens:.4g} tokens, {rung.plan.total_flops:.3g} FLOPs ({rung.plan.flops_convention}), "
-            f"loss {rung.loss[-1]:.4f} nats at progress {rung.progress[-1]:.2f}"
+            + (f"loss {rung.loss[-1]:.4f} nats at progress {rung.progress[-1]:.2f}" if rung.loss else "no points kept")
         )
     interval = fit.interval
     narrow, wide = (100 * float(interval.half_width(interval.largest_params * np.e, 1.0, v)) for v in (0.8, 0.95))
@@ -146,6 +149,13 @@ def describe(fit: DelphiFit) -> str:
         f"interval: +-{narrow:.2f} % (80 %) and +-{wide:.2f} % (95 %) at 2.7 times the largest rung's parameters, from "
         f"{interval.backtests} back-tested sizes"
     )
+    if isinstance(fit.model, MatchedProgress) and fit.largest_flops is not None:
+        floor, sd = fit.model.floor()
+        low, high = fit.model.floor_sensitivity(10 * fit.largest_flops)
+        lines.append(
+            f"floor: {floor:.3f} +- {sd:.3f} nats, hardly told by a ladder; one sd lower or higher moves the final "
+            f"loss at 10 times the largest rung's compute to {low:.4f} or {high:.4f} nats"
+        )
     lines.append("back-test:")
     lines.append(format_backtest(fit.backtest))
     lines += [f"{law} refused the ladder: {reason}" for law, reason in fit.refused.items()]

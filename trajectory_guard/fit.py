@@ -92,6 +92,7 @@ class DelphiFit:
         backtest: rows of every law tried on the ladder.
         refused: law -> why it could not fit the ladder.
         interval: half-width of a forecast.
+        source: where the ladder was published, in a fit of someone else's runs.
 
     Raises:
         TrajectoryGuardError: the law is unknown or its parameters are not valid.
@@ -106,6 +107,7 @@ class DelphiFit:
     backtest: tuple[BacktestRow, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     interval: IntervalModel
+    source: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -166,9 +168,11 @@ class DelphiFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fit as plain JSON values (docs/formats.md)."""
+        source = {} if self.source is None else {"source": self.source}
         return {
             "format": FORMAT,
             "version": VERSION,
+            **source,
             "law": self.law,
             "metric": self.metric,
             "split": self.split,
@@ -193,7 +197,7 @@ def load_fit(path: str | Path) -> DelphiFit:
     """
     content = read_json(path, format=FORMAT, version=VERSION)
     names = ("law", "metric", "split", "recipe", "params", "interval", "backtest", "rungs")
-    missing, unknown = sorted(set(names) - set(content)), sorted(set(content) - {"format", "version", *names})
+    missing, unknown = sorted(set(names) - set(content)), sorted(set(content) - {"format", "version", "source", *names})
     if missing or unknown:
         raise FileFormatError(f"{path}: fit fields missing {missing}, unknown {unknown}; restore or refit")
     try:
@@ -208,6 +212,8 @@ def _from_content(content: Mapping[str, Any]) -> DelphiFit:
     for name, kind in (("law", str), ("metric", str), ("recipe", dict), ("params", dict), ("rungs", list)):
         if not isinstance(content[name], kind):
             raise TrajectoryGuardError(f"`{name}` must be a {kind.__name__}, got {content[name]!r:.80}")
+    if not isinstance(content.get("source", ""), str):
+        raise TrajectoryGuardError(f"`source` must be a str, got {content['source']!r:.80}")
     if content["split"] not in get_args(Split):
         raise TrajectoryGuardError(f"`split` must be one of {get_args(Split)}, got {content['split']!r}")
     if not isinstance(content["interval"], dict):
@@ -228,6 +234,7 @@ def _from_content(content: Mapping[str, Any]) -> DelphiFit:
         backtest=tuple(BacktestRow.from_dict(row) for row in backtest["rows"]),
         refused={str(law): str(reason) for law, reason in backtest["refused"].items()},
         interval=IntervalModel.from_dict(content["interval"]),
+        source=content.get("source"),
     )
 
 

@@ -124,6 +124,12 @@ class Forecast:
         middle, width = self.loss(step), self.half_width(step, level)
         return middle * np.exp(-width), middle * np.exp(width)
 
+    @property
+    def table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[float, NDArray[np.float64]]]:
+        """Copies of the table behind the forecast: progress (m,), loss (m,), and half-width (m,) by level."""
+        widths = {level: self._half_widths[i].copy() for i, level in enumerate(self.levels)}
+        return self._progress.copy(), self._loss.copy(), widths
+
     def to_csv(self, path: str | Path, *, points: int = 1000) -> None:
         """Write step, tokens, progress, forecast and the interval at each level as CSV, atomically.
 

@@ -22,6 +22,7 @@ class Hero(NamedTuple):
     losses: np.ndarray
     flops: np.ndarray
     published: dict[str, np.ndarray]
+    target: RunPlan
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -35,23 +36,26 @@ def hero(shared_data: Path) -> Hero:
     points: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows(shared_data / "ladders/hero_ladder_eval_grid.csv"):
         points[row["rung"]].append(row)
-    rungs = []
-    for name in NAMES:
-        fact, steps = facts[name], int(facts[name]["total_steps"])
-        tokens = int(fact["batch_seqs_4096"]) * 4096
-        step = np.array([int(row["step"]) + 1 for row in points[name]])
-        plan = RunPlan(
-            total_steps=steps,
+
+    def plan(name: str) -> RunPlan:
+        tokens = int(facts[name]["batch_seqs_4096"]) * 4096
+        return RunPlan(
+            total_steps=int(facts[name]["total_steps"]),
             tokens_per_step=tokens,
-            active_params=float(fact["active_params"]),
+            active_params=float(facts[name]["active_params"]),
             schedule=LRSchedule(shape="linear"),
-            flops_per_token=float(fact["flops_per_step_excl_lm_head"]) / tokens,
+            flops_per_token=float(facts[name]["flops_per_step_excl_lm_head"]) / tokens,
             flops_convention="per-token-excluding-lm-head",
-            metric="paloma macro",
+            metric="paloma macro loss, dropless",
             split="validation",
         )
+
+    rungs = []
+    for name in NAMES:
+        step = np.array([int(row["step"]) + 1 for row in points[name]])
         loss = [float(row["loss_eval_dropless_paloma_macro"]) for row in points[name]]
-        rungs.append(Rung(name=name, plan=plan, curves=(LossCurve(step=step, tokens=step * tokens, loss=loss),)))
+        curve = LossCurve(step=step, tokens=plan(name).tokens(step), loss=loss)
+        rungs.append(Rung(name=name, plan=plan(name), curves=(curve,)))
     table = rows(shared_data / "ladders/hero_matched_progress_prediction.csv")
     published = {
         name: np.array([float(row[name]) for row in table])
@@ -71,4 +75,5 @@ def hero(shared_data: Path) -> Hero:
         losses=np.array([[float(row[f"L_{name}"]) for row in table] for name in NAMES]),
         flops=np.array([float(facts[name]["flops_total_excl_lm_head"]) for name in NAMES]),
         published=published,
+        target=plan("d6144_hero"),
     )

@@ -57,19 +57,7 @@ def test_three_rungs_forecast_d2048_within_0_7_percent_and_monotone(hero):
 
 def test_interval_of_the_535b_plan_is_between_1_5_and_4_percent_at_every_published_point(hero):
     fit = fit_ladder(hero.ladder, "matched-progress")
-    # 23.6e9 active parameters: the published FLOPs at the ladder's 780 tokens per active parameter.
-    steps, params = 390251, 23.6e9
-    tokens = round(780 * params / steps)
-    plan = RunPlan(
-        total_steps=steps,
-        tokens_per_step=tokens,
-        active_params=params,
-        schedule=LRSchedule(shape="linear"),
-        flops_per_token=hero.published["hero_flops_excl_lm_head"][-1] / (steps * tokens),
-        flops_convention="per-token-excluding-lm-head",
-        metric="paloma macro",
-        split="validation",
-    )
+    plan = hero.target
     forecast = fit.forecast(plan)
     width = forecast.half_width(np.round(plan.step_at(hero.progress)), 0.95)
     assert np.all((width >= 0.015) & (width <= 0.04))

@@ -13,6 +13,7 @@ from trajectory_guard.ladder import Ladder, Rung
 from trajectory_guard.laws.base import Law
 from trajectory_guard.laws.interval import IntervalModel, NestedError, early_factor, fit_interval, size_distance
 from trajectory_guard.laws.smooth import RungCurve, rung_curve
+from trajectory_guard.laws.terminal import TerminalFit
 
 __all__ = ["BacktestRow", "LawBacktest", "backtest_law", "format_backtest", "score"]
 
@@ -122,9 +123,11 @@ def backtest_law(law: type[Law], ladder: Ladder, *, leave_out: bool = True) -> L
         Rows and interval, or the reason why the law refused the ladder.
     """
     try:
-        law.fit(ladder)
+        fitted_law = law.fit(ladder)
     except TrajectoryGuardError as error:
         return LawBacktest(law=law.name, refused=str(error))
+    if isinstance(fitted_law, TerminalFit):
+        return _backtest_budgets(fitted_law)
     sizes = _sizes(ladder)
     curves = {rung.name: rung_curve(rung) for rung in ladder.rungs}
     forecasts: list[tuple[int, list[Rung], Rung, _Compared]] = []
@@ -151,6 +154,40 @@ def backtest_law(law: type[Law], ladder: Ladder, *, leave_out: bool = True) -> L
     if leave_out:
         rows += _leave_out(law, ladder, sizes, curves)
     return LawBacktest(law=law.name, rows=tuple(rows), interval=promised(len(sizes), ladder.rungs))
+
+
+def _backtest_budgets(fit: TerminalFit) -> LawBacktest:
+    """Nested back-test of the terminal law: the optima of the smallest budgets forecast those of larger ones."""
+    optima = fit.optima
+    names = [f"optimum at {optimum.compute:.3g} FLOPs" for optimum in optima]
+    nested: list[NestedError] = []
+    compared: list[tuple[int, int, float]] = []
+    for count in range(3, len(optima)):
+        smaller = TerminalFit(optima[:count])
+        for index in range(count, len(optima)):
+            ratio = math.log(optima[index].loss / float(smaller.expect(optima[index].compute)))
+            distance = size_distance(optima[index].params, optima[count - 1].params)
+            nested.append(NestedError(index, distance, abs(ratio) / float(early_factor(1.0))))
+            compared.append((count, index, ratio))
+    rows = []
+    for count, index, ratio in compared:
+        interval = fit_interval([e for e in nested if e.target < count], optima[count - 1].params)
+        inside = [abs(ratio) <= float(interval.half_width(optima[index].params, 1.0, v)) for v in (0.8, 0.95)]
+        percent = 100.0 * math.expm1(ratio)
+        rows.append(
+            BacktestRow(
+                law=fit.name,
+                kind="nested",
+                target=names[index],
+                fitted=tuple(names[:count]),
+                mean_percent=abs(percent),
+                max_percent=abs(percent),
+                final_percent=percent,
+                inside_80=float(inside[0]),
+                inside_95=float(inside[1]),
+            )
+        )
+    return LawBacktest(law=fit.name, rows=tuple(rows), interval=fit_interval(nested, optima[-1].params))
 
 
 def _leave_out(

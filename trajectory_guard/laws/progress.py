@@ -190,6 +190,13 @@ class MatchedProgress:
         mean = float(self.weights @ self.floors)
         return mean, float(np.sqrt(self.weights @ (self.floors - mean) ** 2))
 
+    def floor_sensitivity(self, flops: float) -> tuple[float, float]:
+        """Return the final loss in nats for a floor one standard deviation below and above its mean."""
+        mean, sd = self.floor()
+        finals = self.floors + np.exp(self.level[:, -1] - self.exponent[:, -1] * (math.log(flops) - self.log_flops))
+        low, high = np.interp([mean - sd, mean + sd], self.floors, finals)
+        return float(low), float(high)
+
     def to_params(self) -> dict[str, Any]:
         """Return the parameters as plain JSON values."""
         return {
