@@ -144,7 +144,8 @@ def test_file_of_several_runs_asks_which(tmp_path: Path) -> None:
 
 def test_wandb_chart_export(tmp_path: Path) -> None:
     text = (
-        '"Step","big - run - train/loss","big - run - train/loss__MIN","big - run - train/loss__MAX","twin - train/loss"\n'
+        '"Step","big - run - train/loss","big - run - train/loss__MIN","big - run - train/loss__MAX",'
+        '"twin - train/loss"\n'
         '"10","3.5","3.5","3.5","3.6"\n"20","3.25","3.25","3.25",""\n'
     )
     log = read_log(write(tmp_path, text), plan=PLAN, run="big - run")

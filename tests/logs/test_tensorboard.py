@@ -1,6 +1,8 @@
 """Event directories: what real writers wrote comes back, against TensorBoard's own reader."""
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajectory_guard.errors import FileFormatError
+from trajectory_guard.errors import FileFormatError, MissingExtraError
 from trajectory_guard.logs import LogFollower, read_log, tensorboard
 from trajectory_guard.logs.records import DamagedRecord, masked_crc32c, records
 from trajectory_guard.lr_schedule import LRSchedule
@@ -146,10 +148,8 @@ def test_any_damage_is_read_around_or_refused(
     data = (folder / "whole").read_bytes()
     at = min(at, len(data))
     file.write_bytes(data[:at] + junk + (b"" if cut else data[at + len(junk) :]))
-    try:
+    with contextlib.suppress(FileFormatError):
         read_log(folder, plan=PLAN)
-    except FileFormatError:
-        pass
     follower = LogFollower(folder)
     follower.poll()
     follower.poll()
@@ -160,3 +160,10 @@ def test_damaged_length_is_not_trusted(tmp_path: Path) -> None:
     file.write_bytes((2**60).to_bytes(8, "little") + b"\0" * 20)
     with pytest.raises(DamagedRecord):
         list(records(file))
+
+
+def test_absent_tensorboard_names_its_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(MissingExtraError, match=r"pip install \"trajectory-guard\[torch\]\""):
+        read_log(tmp_path)

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def read_csv(path: Path, *, run: str | None = None) -> LogTable:
 
     header: list[str | None] = []
     axes: set[str] = set()
+    columns: list[tuple[int, str, array[int], array[float]]] = []
+    labels: list[tuple[int, str]] = []
     torn = 0
     last_bad: dict[str, tuple[str, str]] = {}
     try:
@@ -56,33 +59,39 @@ def read_csv(path: Path, *, run: str | None = None) -> LogTable:
         for cells in reader:
             if not cells or (len(cells) == 1 and not cells[0].strip()):
                 continue
-            if not header or any(cell.strip() in axes for cell in cells):
+            if not header or not axes.isdisjoint(cells):
                 header = split_header(cells, source, run, builder.notes, again=bool(header))
                 named = [name for name in header if name is not None]
                 axes = {name for name in (find_step(named), find_tokens(named)) if name is not None}
+                labels = [(index, name) for index, name in enumerate(header) if name in LABELS]
+                columns = [
+                    (index, name, *builder.column(name))
+                    for index, name in enumerate(header)
+                    if name is not None and name not in LABELS
+                ]
                 continue
             if len(cells) != len(header):
                 torn += 1
                 continue
-            builder.bad = {**last_bad, **builder.bad}
-            last_bad = {}
-            row: list[tuple[str, float]] = []
-            labels: dict[str, str] = {}
-            for name, cell in zip(header, cells, strict=True):
-                if name is None:
-                    continue
-                if name in LABELS:
-                    labels[name] = cell.strip()
-                    continue
+            if last_bad:
+                builder.bad = {**last_bad, **builder.bad}
+                last_bad = {}
+            row = builder.n_rows
+            for index, name, rows, values in columns:
+                cell = cells[index]
                 try:
-                    value = number(cell)
+                    value = float(cell) if "_" not in cell else number(cell)
                 except ValueError:
-                    if name not in builder.bad:
-                        last_bad[name] = (f"line {reader.line_num}", cell)
-                    continue
+                    try:
+                        value = number(cell)
+                    except ValueError:
+                        if name not in builder.bad:
+                            last_bad[name] = (f"line {reader.line_num}", cell)
+                        continue
                 if value is not None:
-                    row.append((name, value))
-            builder.add(row, labels)
+                    rows.append(row)
+                    values.append(value)
+            builder.close_row({name: cells[index].strip() for index, name in labels}, cells=len(columns))
     except csv.Error as error:
         raise FileFormatError(f"{source}: not a CSV log ({error})") from error
     if last_bad and not ends_open:

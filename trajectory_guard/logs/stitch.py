@@ -19,7 +19,7 @@ MAX_DESCENTS = 0.25
 SMOOTHED_AUTOCORRELATION = 0.3
 """Lag-1 autocorrelation of residuals above which a log is called smoothed: raw logs of shuffled data lie within
 -0.03..0.00 (10 public per-step logs), logs of an exponential mean of weight 0.9 at every tenth step 0.24..0.68
-(tests/benchmarks/fuzz_logs.py --checks)."""
+(tests/benchmarks/log_checks.py)."""
 
 
 class Stitched(NamedTuple):

@@ -79,18 +79,27 @@ class TableBuilder:
         self._labels: dict[str, list[str]] = {}
         self._cells = 0
 
+    def column(self, name: str) -> "tuple[array[int], array[float]]":
+        """Return the row numbers and values collected for a column, to append to."""
+        column = self._columns.get(name)
+        if column is None:
+            if len(self._columns) >= MAX_COLUMNS:
+                raise FileFormatError(f"{self.source}: more than {MAX_COLUMNS} columns; export only those needed")
+            column = self._columns[name] = (array("q"), array("d"))
+        return column
+
     def add(self, cells: Iterable[tuple[str, float]], labels: Mapping[str, str] | None = None) -> None:
         """Append one row of (column name, value) pairs."""
-        columns = self._columns
         for name, value in cells:
-            column = columns.get(name)
-            if column is None:
-                if len(columns) >= MAX_COLUMNS:
-                    raise FileFormatError(f"{self.source}: more than {MAX_COLUMNS} columns; export only those needed")
-                column = columns[name] = (array("q"), array("d"))
-            column[0].append(self.n_rows)
-            column[1].append(value)
+            rows, values = self.column(name)
+            rows.append(self.n_rows)
+            values.append(value)
             self._cells += 1
+        self.close_row(labels)
+
+    def close_row(self, labels: Mapping[str, str] | None = None, *, cells: int = 0) -> None:
+        """End a row of which `cells` numbers were appended to their columns directly."""
+        self._cells += cells
         if self._cells > MAX_CELLS:
             raise FileFormatError(f"{self.source}: more than {MAX_CELLS} numbers; export only the columns needed")
         for name, text in (labels or {}).items():
@@ -107,6 +116,7 @@ class TableBuilder:
             columns={
                 name: Column(np.frombuffer(rows, dtype=np.int64), np.frombuffer(values, dtype=np.float64))
                 for name, (rows, values) in self._columns.items()
+                if rows
             },
             labels={name: text + [""] * (self.n_rows - len(text)) for name, text in self._labels.items()},
             bad=dict(self.bad),
