@@ -2,7 +2,7 @@
 
 Along a run the rate over its peak, e, falls by Delta_k at changes k. The effective rate is
 
-    N(t) = 1 - sum_k Delta_k H(x_k(t)),    H rises from 0 to 1 with the distance x_k since change k:
+    N(t) = e(t) + sum_k Delta_k (1 - H(x_k(t))),    H rises from 0 to 1 with the distance x_k since change k:
 
 * `"instant"`: H = 1, so N = e. No memory.
 * `"annealing-area"`: H = 1 - exp(-x), x = (D(t) - D_k) / (tau S_k) with D in tokens. N is then 1 minus the annealing
@@ -21,6 +21,7 @@ References:
     arXiv:2509.19189, section 4.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from trajectory_guard.lr_schedule import LRSchedule
 
-__all__ = ["MEMORIES", "MEMORY_PARAMETERS", "Memory", "Place", "effective_rate", "locate", "pad"]
+__all__ = ["MEMORIES", "MEMORY_PARAMETERS", "Memory", "Place", "effective_rate", "join", "locate"]
 
 Array = NDArray[np.float64]
 
@@ -50,9 +51,8 @@ MEMORY_PARAMETERS: dict[Memory, int] = {
 CELLS = 4096
 """Cells of progress on which a schedule is read: one part in 4096 of a horizon is below any logging interval."""
 
-KNOTS = 64
-"""Most changes that a schedule is summed over: with 64, N of a cosine is within 1e-4 of its limit."""
-
+KNOTS = 32
+"""Most changes that a schedule is summed over: N is then within .003 of its limit for the named shapes."""
 
 LEAST_AREA = 0.01
 """Least S_k, as a share of a run at its peak rate: a change right after warm-up would otherwise have no memory."""
@@ -60,17 +60,17 @@ LEAST_AREA = 0.01
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Changes:
-    """A schedule's changes of rate after warm-up, gathered into at most `KNOTS` of equal variation.
+    """A schedule's changes of rate after warm-up, gathered into at most `KNOTS`.
 
     Args:
-        progress: (k,) where each change lies.
-        area: (k,) integral of e over progress up to it.
+        begin: (k,) progress where each change begins.
+        end: (k,) progress where it ends.
         drop: (k,) rate before less rate after; negative where the rate rises.
-        rate: (k,) rate after the change.
+        rate: (k,) rate after the change, a geometric mean where it is gradual; at least 1e-3.
     """
 
-    progress: Array
-    area: Array
+    begin: Array
+    end: Array
     drop: Array
     rate: Array
 
@@ -96,7 +96,7 @@ def changes(schedule: LRSchedule) -> Changes:
 
     Example:
         >>> found = changes(LRSchedule(shape="steps", points=((0.5, 0.3),)))
-        >>> found.drop.round(3).tolist(), found.progress.round(3).tolist()
+        >>> found.drop.round(3).tolist(), found.end.round(3).tolist()
         ([0.7], [0.5])
     """
     g, e, area = rate_path(schedule)
@@ -104,28 +104,32 @@ def changes(schedule: LRSchedule) -> Changes:
     first = int(np.searchsorted(g, schedule.warmup))
     first = max(first, int(np.argmax(e >= 0.999 * e.max())))
     drop = -np.diff(e[first:])
-    middle = (g[first:-1] + g[first + 1 :]) / 2.0
-    variation = np.cumsum(np.abs(drop))
-    total = variation[-1] if variation.size else 0.0
-    if total < 1e-6:
+    moving = np.flatnonzero(np.abs(drop) > 0)
+    size = np.abs(drop[moving])
+    if size.sum() < 1e-6:
         empty = np.zeros(0)
-        return Changes(progress=empty, area=empty, drop=empty, rate=empty)
-    # A cell belongs to the knot that holds the middle of its own variation.
-    label = np.minimum(((variation - np.abs(drop) / 2.0) / total * KNOTS).astype(np.int64), KNOTS - 1)
-    weight = np.abs(drop)
-    used = np.unique(label[weight > 0])
-    summed = np.bincount(label, weight, KNOTS)[used]
-    at = np.bincount(label, weight * middle, KNOTS)[used] / summed
-    after = np.array([e[first + 1 + np.flatnonzero((label == k) & (weight > 0))[-1]] for k in used])
+        return Changes(begin=empty, end=empty, drop=empty, rate=empty)
+    # Knots hold equal shares of variation and of changing progress together; a cell goes where its middle lies.
+    share = size / size.sum() + 1.0 / len(moving)
+    middle = (np.cumsum(share) - share / 2.0) / 2.0
+    label = np.minimum((middle * KNOTS).astype(np.int64), KNOTS - 1)
+    starts = np.flatnonzero(np.diff(label, prepend=-1))
+    logs = np.log(np.maximum(e[first + moving + 1], 1e-3))
+    ends = np.append(starts[1:], len(label)) - 1
     return Changes(
-        progress=at, area=np.interp(at, g, area), drop=np.bincount(label, drop, KNOTS)[used], rate=np.maximum(after, 1e-3)
+        begin=g[first + moving[starts]],
+        end=g[first + moving[ends] + 1],
+        drop=np.add.reduceat(drop[moving], starts),
+        rate=np.exp(np.add.reduceat(size * logs, starts) / np.add.reduceat(size, starts)),
     )
 
 
 class Place(NamedTuple):
-    """Where points of one run lie: rate and area (n,), the rest (n, changes of its schedule).
+    """Where points of one run lie, or of many whose changes are padded to one count with drops of 0.
 
-    `rate` is e; `area` is S in the unit of tokens given; for the others see `effective_rate`.
+    rate: (n,) e. area: (n,) S in the unit of tokens given. since_tokens, since_area: (n, k) tokens since each change over
+    S_k, plain and weighted by e; 0 before it. drop: (n, k) rate before less rate after, 0 before the change. after: (n, k)
+    rate after it.
     """
 
     rate: Array
@@ -147,64 +151,81 @@ def locate(schedule: LRSchedule, progress: Array, tokens: float) -> Place:
     Example:
         >>> place = locate(LRSchedule(shape="steps", points=((0.5, 0.5),)), np.array([0.25, 1.0]), 8.0)
         >>> place.area.round(2).tolist(), place.since_tokens.round(2).tolist()
-        ([2.0, 6.0], [[-0.5], [1.0]])
+        ([2.0, 6.0], [[0.0], [1.0]])
     """
-    grid, _, area = rate_path(schedule)
+    grid, e, area = rate_path(schedule)
     found = changes(schedule)
     here = np.interp(progress, grid, area)
-    before = np.maximum(found.area, LEAST_AREA)
-    wide = (len(progress), len(found.drop))
+    # A change that is under way counts by the part that is done, which lies half-way back to its beginning.
+    width = np.maximum(found.end - found.begin, 1e-12)
+    done = np.clip((progress[:, None] - found.begin) / width, 0.0, 1.0)
+    at = found.begin + 0.5 * done * width
+    passed = np.interp(at, grid, area)
+    before = np.maximum(passed, LEAST_AREA)
     return Place(
-        rate=schedule.ratio(progress),
+        rate=np.interp(progress, grid, e),  # not schedule.ratio: a step within a cell must agree with `done`
         area=np.maximum(here, 1e-9) * tokens,
-        since_tokens=(progress[:, None] - found.progress) / before,
-        since_area=(here[:, None] - found.area) / before,
-        drop=np.broadcast_to(found.drop, wide),
-        after=np.broadcast_to(found.rate, wide),
+        since_tokens=np.maximum(progress[:, None] - at, 0.0) / before,
+        since_area=np.maximum(here[:, None] - passed, 0.0) / before,
+        drop=done * found.drop,
+        after=np.broadcast_to(found.rate, done.shape),
     )
 
 
-def pad(values: Array, width: int, fill: float) -> Array:
-    """Return (n, k) values with columns of `fill` appended up to `width`."""
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+def join(places: Sequence[Place]) -> Place:
+    """Return the points of several runs as one, the changes padded to the most that any has.
+
+    Example:
+        >>> flat, step = LRSchedule(shape="constant"), LRSchedule(shape="steps", points=((0.5, 0.5),))
+        >>> join([locate(flat, np.array([0.5]), 1.0), locate(step, np.array([1.0]), 1.0)]).drop.tolist()
+        [[0.0], [0.5]]
+    """
+    width = max(place.drop.shape[1] for place in places)
+
+    def joined(name: str, fill: float) -> Array:
+        parts = [getattr(place, name) for place in places]
+        return np.concatenate([np.pad(v, ((0, 0), (0, width - v.shape[1])), constant_values=fill) for v in parts])
+
+    return Place(
+        rate=np.concatenate([place.rate for place in places]),
+        area=np.concatenate([place.area for place in places]),
+        since_tokens=joined("since_tokens", 0.0),
+        since_area=joined("since_area", 0.0),
+        drop=joined("drop", 0.0),
+        after=joined("after", 1.0),
+    )
 
 
-def effective_rate(
-    memory: Memory, parameters: Array, since_tokens: Array, since_area: Array, drop: Array, rate: Array
-) -> tuple[Array, Array]:
+def effective_rate(memory: Memory, parameters: Array, place: Place) -> tuple[Array, Array]:
     """Return N and its derivatives, for points of one or many runs at once.
 
     Args:
         memory: a form that remembers.
         parameters: the first of (ln tau, ln p, gamma) that the form has.
-        since_tokens: (n, k) tokens since each change over S_k, negative before it.
-        since_area: (n, k) tokens weighted by e since each change over S_k, negative before it.
-        drop: (n, k) or (k,) rate before less rate after each change; 0 where a run has fewer changes.
-        rate: (n, k) or (k,) rate after each change.
+        place: the points.
 
     Returns:
         N (n,), at least 1e-6, and its derivatives (n, parameters).
     """
     tau = np.exp(parameters[0])
     if memory == "annealing-area":
-        x = np.maximum(since_tokens, 0.0) / tau
+        x = place.since_tokens / tau
         tail = np.exp(-x)
-        rises = [-tail * x]  # dH / d ln tau
+        slopes = [tail * x]  # d tail / d ln tau
     else:
-        x = np.maximum(since_area, 0.0) / tau
+        x = place.since_area / tau
         logs = None
         if memory == "multi-power":
-            logs = np.log(rate)
-            x = x * np.exp(-parameters[2] * logs)
+            logs = np.log(place.after)
+            x *= np.exp(-parameters[2] * logs)
         p = np.exp(parameters[1])
         far = np.log1p(x)
         tail = np.exp(-p * far)
-        slope = p * tail * x / (1.0 + x)  # dH / d ln x
-        rises = [-slope, tail * p * far]
+        stretch = p * tail * (x / (1.0 + x))
+        slopes = [stretch, -p * tail * far]
         if logs is not None:
-            rises.append(-slope * logs)
-    reached = np.where(since_tokens > 0, drop, 0.0)
-    value = 1.0 - np.sum(reached * (1.0 - tail), axis=1)
-    slopes = np.stack([-np.sum(reached * rise, axis=1) for rise in rises], axis=1)
+            slopes.append(stretch * logs)
+    value = place.rate + np.einsum("nk,nk->n", place.drop, tail)
+    derivatives = np.stack([np.einsum("nk,nk->n", place.drop, slope) for slope in slopes], axis=1)
     low = value < 1e-6
-    return np.where(low, 1e-6, value), np.where(low[:, None], 0.0, slopes)
+    return np.where(low, 1e-6, value), np.where(low[:, None], 0.0, derivatives)

@@ -64,6 +64,7 @@ def polish(
     loss: Literal["soft_l1", "huber"] = "soft_l1",
     robust: int | None = None,
     weights: Array | None = None,
+    tolerance: float = 1e-12,
     max_evaluations: int = 200,
 ) -> tuple[Array, float]:
     """Minimise sum of rho((residual / scale)^2) over bounded parameters, with the analytic Jacobian.
@@ -77,6 +78,7 @@ def polish(
         loss: `"soft_l1"` or `"huber"`.
         robust: only the first so many residuals are robust, the others (priors) are squared; None means all.
         weights: (m,) factors of the objective's first m terms, m <= n; None means 1.
+        tolerance: stop when a step lowers the objective by less than this share of it.
         max_evaluations: stop after so many evaluations.
 
     Returns:
@@ -124,7 +126,7 @@ def polish(
         f_scale=scale,
         loss=rho,  # pyright: ignore[reportArgumentType]
         max_nfev=max_evaluations,
-        ftol=1e-12,
+        ftol=tolerance,
         xtol=1e-10,
         gtol=1e-12,
     )
