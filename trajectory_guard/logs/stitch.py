@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import median_filter
-from scipy.signal import savgol_filter
 
 from trajectory_guard.plan import RunPlan
 
@@ -156,7 +155,7 @@ def largest_gap(step: ArrayLike) -> tuple[int, int] | None:
 def residual_autocorrelation(loss: ArrayLike) -> float | None:
     r"""Return the lag-1 autocorrelation of a loss around its own smooth course; None for too few points.
 
-    With r = loss - its running quadratic (Savitzky-Golay), this is \sum r_t r_(t+1) / \sum r_t^2, corrected for the
+    With r = loss - its running quadratic fit, this is \sum r_t r_(t+1) / \sum r_t^2, corrected for the
     filter, which gives white noise a slightly negative value. Raw per-step losses of shuffled data have about 0; a log
     that was smoothed before it was written has much more, and its scatter understates the noise.
 
@@ -176,21 +175,22 @@ def residual_autocorrelation(loss: ArrayLike) -> float | None:
         return None
     # A short log covers much of the run's course: only a short filter follows it.
     window = 51 if x.size >= 1500 else 15
-    # An outlier would pull the filter and correlate its neighbours: clip around a running median first.
+    half = window // 2
+    weights = np.linalg.pinv(np.vander(np.arange(-half, half + 1), 3))[-1]
+    # An outlier would pull the fit and correlate its neighbours: clip around a running median first.
     middle = median_filter(x, size=15, mode="nearest")
-    scale = 1.4826 * float(np.median(np.abs(x - np.asarray(savgol_filter(x, window, 2)))))
+    scale = 1.4826 * float(np.median(np.abs(x[half:-half] - np.convolve(x, weights, mode="valid"))))
     if scale <= 0:
         return None
     x = np.clip(x, middle - 4 * scale, middle + 4 * scale)
-    r = x - np.asarray(savgol_filter(x, window, 2))
+    r = x[half:-half] - np.convolve(x, weights, mode="valid")
     r -= r.mean()
     power = float(np.dot(r, r))
-    lag = float(np.dot(r[:-1], r[1:])) / power if power > 0 else 0.0
-    # White noise through 1 - SG: autocovariance of the impulse response, in closed form from the filter itself.
-    impulse = np.zeros(4 * window + 1)
-    impulse[2 * window] = 1.0
-    response = impulse - np.asarray(savgol_filter(impulse, window, 2))
-    return lag - float(np.dot(response[:-1], response[1:]) / np.dot(response, response))
+    if power <= 0:
+        return None
+    response = -weights
+    response[half] += 1.0
+    return float(np.dot(r[:-1], r[1:]) / power - np.dot(response[:-1], response[1:]) / np.dot(response, response))
 
 
 def first_loss_unit(first_loss: float, vocab_size: int) -> Literal["nats", "bits", "perplexity"] | None:
