@@ -134,7 +134,9 @@ class Training:
         loss = self.model.loss(*self.batches(step))
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        # In the optimizer's order, which is Lightning's too: the order of a sum decides its last bit.
+        groups = self.optimizer.param_groups
+        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], CLIP)
         self.optimizer.step()
         self.schedule.step()
         return loss.detach()

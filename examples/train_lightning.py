@@ -5,6 +5,7 @@ python examples/train_lightning.py --fault lr            # learning rate x 10 at
 tensorboard --logdir runs                                # tab "Custom Scalars": loss in its interval
 """
 
+import logging
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,6 @@ from moe_lm import MoEConfig, MoELM
 from options import Setup, parse
 from recipe import CLIP, CONTEXT, batches_of, optimizer_of
 from table import compare
-from torch.utils.data import DataLoader
 from trajectory_guard.integrations.lightning import TrajectoryGuardCallback
 
 LOG_EVERY = 50
@@ -58,7 +58,9 @@ def train(setup: Setup, *, watched: bool = True) -> tuple[MoEModule, TrajectoryG
             log_every_n_steps=LOG_EVERY,
             events_path=setup.folder / "events.jsonl",
         )
-    checkpoints = ModelCheckpoint(setup.folder, every_n_train_steps=setup.checkpoint_every, save_last=True)
+    checkpoints = ModelCheckpoint(
+        setup.folder / "checkpoints", every_n_train_steps=setup.checkpoint_every, save_last=True
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=setup.last_step,
@@ -69,12 +71,13 @@ def train(setup: Setup, *, watched: bool = True) -> tuple[MoEModule, TrajectoryG
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # The loader only counts: the module makes the batch of a step from the step itself.
-    trainer.fit(module, DataLoader(range(setup.run.steps), batch_size=None), ckpt_path=setup.resume)
+    # Only counts: the module makes the batch of a step from the step itself.
+    trainer.fit(module, range(setup.run.steps), ckpt_path=setup.resume)
     return module, guard
 
 
 def main() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     setup = parse(__doc__ or "", resumable=True)
     module, guard = train(setup)
     assert guard is not None and guard.guard is not None

@@ -8,7 +8,7 @@ How to use it, with one balancer a MoE layer::
     self.balancer.observe(r, logits)                             # counts only in training with grad enabled
     aux = self.balancer.loss(r)                                  # 0 unless AuxLoss
     ...
-    handle = attach(optimizer, model)                            # once: updates every balancer before optimizer.step
+    handle = attach(optimizer, model)                            # once: updates every balancer after optimizer.step
     metrics = load_metrics(self.balancer.load)                   # after a step: the loads of that step's global batch
 
 The bias is a persistent float32 buffer and stays float32 through `.half()` and `.to(dtype)`; it is updated once per
@@ -298,13 +298,16 @@ def _recomputing() -> bool:
 def attach(
     optimizer: torch.optim.Optimizer, balancers: nn.Module | Iterable[Balancer], *, group: object = None
 ) -> torch.utils.hooks.RemovableHandle:
-    """Update every balancer once per optimizer step, before it, from the sums over all ranks of `group`.
+    """Update every balancer once per optimizer step, after it, from the sums over all ranks of `group`.
+
+    After, not before: where `optimizer.step(closure)` runs forward and backward itself (Lightning does), a hook before it
+    would see the counts of the step before, and a checkpoint in between would lose them.
 
     All layers travel in one all-reduce (the exact quantile method gathers a layer at a time besides). Every rank must
     step the same number of times: the collective is in `optimizer.step`, and a rank that skips one hangs the rest.
 
     Args:
-        optimizer: its step pre-hook is used.
+        optimizer: its step post-hook is used.
         balancers: balancers, or a model whose modules are searched for them.
         group: process group; the default one when torch.distributed is initialised.
 
@@ -318,7 +321,7 @@ def attach(
         raise RoutingError("no balancer found: give the model's Balancer modules, or the model that holds them")
 
     @torch.no_grad()
-    def before_step(*_: object) -> None:
+    def after_step(*_: object) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             for balancer in found:
                 balancer.update()
@@ -330,7 +333,7 @@ def attach(
             balancer._gather(group)
             balancer.update(part)
 
-    return optimizer.register_step_pre_hook(before_step)
+    return optimizer.register_step_post_hook(after_step)
 
 
 class LoadMetrics(NamedTuple):
