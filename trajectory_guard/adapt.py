@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trajectory_guard.actions import Action
+from trajectory_guard.detect.events import Severity
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
@@ -146,7 +147,7 @@ class GuardConfig:
             outlets += sinks
         guard = TrajectoryGuard(
             forecast,
-            actions=dict(self.actions or {}),
+            actions=self._actions(),
             sinks=outlets,
             log_every_n_steps=self.log_every_n_steps,
             loss_scaler=loss_scaler,
@@ -164,6 +165,9 @@ class GuardConfig:
         """Print sentences on the main process, when the console is wanted."""
         for sentence in sentences if main_process and self.console else ():
             print(f"trajectory-guard: {sentence}", flush=True)
+
+    def _actions(self) -> Mapping[Severity | str, Action | Sequence[Action]]:
+        return {name: action for name, action in (self.actions or {}).items()}
 
     def _plan_of(self, fit: DelphiFit, steps: int | None) -> tuple[RunPlan, str]:
         if steps is None:

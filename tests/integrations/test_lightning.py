@@ -42,6 +42,7 @@ class Regression(L.LightningModule):
 
     def __init__(self, returns: str = "tensor", nan_at: int = 0) -> None:
         super().__init__()
+        torch.manual_seed(5)
         self.layer = torch.nn.Linear(3, 1)
         self.returns = returns
         self.nan_at = nan_at
@@ -108,7 +109,6 @@ def trainer(folder: Path, *callbacks: Callback, **keywords) -> L.Trainer:
 
 
 def fit(folder: Path, watch: Callback | None, *, model: Regression | None = None, data=None, ckpt=None, **keywords):
-    torch.manual_seed(5)
     model = model or Regression()
     callbacks = [*keywords.pop("callbacks", []), *([watch] if watch else [])]
     runner = trainer(folder, *callbacks, **keywords)
@@ -249,7 +249,7 @@ def test_a_nan_stops_the_run_at_its_step_and_the_event_log_says_so(tmp_path: Pat
     watch = Watch(make_forecast(), actions={"critical": "stop"}, events_path=tmp_path / "events.jsonl")
     _, runner = fit(tmp_path, watch, data=loader(bad=(41,)))
     assert runner.global_step == 11
-    assert [(step, e.kind) for step, e in read_events(tmp_path / "events.jsonl")][0] == (11, "non_finite")
+    assert next((step, e.kind) for step, e in read_events(tmp_path / "events.jsonl")) == (11, "non_finite")
 
 
 def test_a_stop_that_min_steps_postpones_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -328,10 +328,15 @@ def test_killed_and_resumed_the_later_verdicts_equal_those_of_an_uninterrupted_r
     logger = TensorBoardLogger(tmp_path, version=0)
     # Epochs of 10 steps: Lightning goes on with the data where it was at the end of an epoch only.
     keywords = {"data": loader(40, batch=2), "accumulate_grad_batches": 2}
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
-    resuming = {**keywords, "callbacks": [saves], "enable_checkpointing": True, "logger": logger}
-    fit(tmp_path, resumed, model=Regression(nan_at=25), ckpt=str(tmp_path / "step=20.ckpt"), **resuming)
+    keywords["enable_checkpointing"] = True
+
+    def saves(folder: Path) -> list[Callback]:  # An event names the checkpoint to roll back to: both runs save.
+        return [ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1, filename="{step}")]
+
+    resuming = {**keywords, "callbacks": saves(tmp_path), "logger": logger, "ckpt": str(tmp_path / "step=20.ckpt")}
+    fit(tmp_path, resumed, model=Regression(nan_at=25), **resuming)
     whole = Watch(make_forecast(), log_every_n_steps=1, events_path=tmp_path / "whole.jsonl")
+    keywords["callbacks"] = saves(tmp_path / "whole")
     fit(tmp_path / "whole", whole, model=Regression(nan_at=25), **keywords)
     assert [repr(v) for v in resumed.verdicts] == [repr(v) for v in whole.verdicts[20:]]
     assert any(v.events for v in resumed.verdicts)

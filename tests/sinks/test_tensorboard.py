@@ -101,7 +101,7 @@ def test_a_resume_in_the_same_folder_doubles_nothing(tmp_path: Path, shared_writ
     points = read(tmp_path).Scalars("guard/loss")
     assert [p.step for p in points] == list(range(200, 320, 10))
     assert [p.value for p in points] == pytest.approx([2.5] * 5 + [2.4] * 7)
-    assert len(read(tmp_path / "forecast").Scalars("guard/loss")) == 1000
+    assert len(read(tmp_path / "forecast").Scalars("guard/loss_and_forecast")) == 1000
 
 
 def test_a_writer_that_was_handed_in_stays_open(tmp_path: Path):

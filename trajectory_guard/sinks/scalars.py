@@ -29,8 +29,8 @@ def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dic
 
     Returns:
         `loss`, `forecast`, `lower` and `upper` in nats; `residual_percent` with `residual_lower_percent` and
-        `residual_upper_percent`, the interval relative to the forecast; `residual_sigma`; `statistic`, its
-        `threshold` and the `statistic_floor` 0; `flag`, 0 or 1.
+        `residual_upper_percent`, the interval relative to the forecast; `residual_sigma`; `alarm_ratio`, the change
+        statistic over its threshold, with its `alarm_floor` 0 and `alarm_limit` 1; `flag`, 0 or 1.
 
     Example:
         >>> verdict = Verdict(step=3, loss=2.2, forecast=2.0, lower=1.9, upper=2.1, residual_nats=0.2,
@@ -48,9 +48,9 @@ def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dic
         "residual_lower_percent": 100.0 * (verdict.lower - f) / f,
         "residual_upper_percent": 100.0 * (verdict.upper - f) / f,
         "residual_sigma": verdict.residual_sigma,
-        "statistic": verdict.statistic,
-        "threshold": verdict.threshold,
-        "statistic_floor": 0.0,
+        "alarm_ratio": verdict.statistic / verdict.threshold,
+        "alarm_floor": 0.0,
+        "alarm_limit": 1.0,
         "flag": float(flag),
     }
     return {f"{name}/{key}": float(value) for key, value in values.items()}

@@ -2,7 +2,7 @@
 
 The charts need every tag of a chart at identical steps, so all tags are written in one call per verdict. The forecast
 of the whole horizon goes once, at the start, into the sibling runs `forecast`, `forecast_lower` and `forecast_upper`
-under the tag of the loss, where the plain Scalars tab overlays them.
+under a tag of the loss, where the plain Scalars tab overlays them.
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ FORECAST_POINTS = 1000
 
 _CHARTS = {
     # Title -> value, lower edge, upper edge. TensorBoard draws Margin cards in reverse order of declaration.
-    "3. Change statistic under its threshold": ("statistic", "statistic_floor", "threshold"),
-    "2. Residual inside the forecast interval, % of the forecast": (
+    "3. Change statistic over its threshold (alarm at 1)": ("alarm_ratio", "alarm_floor", "alarm_limit"),
+    "2. Residual inside the forecast interval, percent": (
         "residual_percent",
         "residual_lower_percent",
         "residual_upper_percent",
@@ -43,8 +43,8 @@ class TensorBoardSink:
         target: log folder, or a `SummaryWriter` that already writes there: TensorBoard follows only the newest event
             file of a folder, so two writers must not share one. A writer that is handed in is flushed, never closed.
         name: first part of every tag; two guards of one run need two names.
-        loss_tag: tag under which the forecast curves are written; by default the guard's own `<name>/loss`. Give the
-            tag under which the training script logs its loss to see the forecast on that card.
+        loss_tag: tag under which the training script logs its loss: the forecast curves are written under it too, so
+            that one card shows both. By default they go with a copy of the loss under `<name>/loss_and_forecast`.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -61,7 +61,9 @@ class TensorBoardSink:
         if not isinstance(target, (str, Path, SummaryWriter)):
             raise TrajectoryGuardError(f"target must be a log folder or a SummaryWriter, got {target!r}")
         self.name = check_name(name)
-        self.loss_tag = loss_tag or f"{name}/loss"
+        # Not `<name>/loss`: the sibling runs lack the edges that the first chart needs, and it would complain.
+        self.loss_tag = loss_tag or f"{name}/loss_and_forecast"
+        self._copies_loss = loss_tag is None
         self._target = target
         self._writer: SummaryWriter | None = None
         self._flags = FlagState()
@@ -91,6 +93,8 @@ class TensorBoardSink:
         writer = self._open_writer()
         for tag, value in verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name).items():
             writer.add_scalar(tag, value, verdict.step)
+        if self._copies_loss:
+            writer.add_scalar(self.loss_tag, verdict.loss, verdict.step)
 
     def event(self, event: Event, *, step: int) -> None:
         """Write the event's sentence as text, and flush: someone may be looking."""
