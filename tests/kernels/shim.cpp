@@ -77,12 +77,19 @@ extern "C" const char* shim_launch(const char* name, int blocks, int threads, in
         }
       }
       bool progress = false;
-      for (int i = 0; i < threads; ++i) {
-        Fiber* f = &shim_fibers[turn[i]];
-        if (f->state != READY) continue;
-        progress = true;
-        shim_go(f);
-        if (shim_error[0]) return shim_error;
+      int span = order == 2 ? threads : 32;  // orders 0 and 1 run a warp as far as it gets
+      for (int start = 0; start < threads; start += span) {
+        for (bool ran = true; ran;) {
+          ran = false;
+          for (int i = start; i < start + span; ++i) {
+            Fiber* f = &shim_fibers[turn[i]];
+            if (f->state != READY) continue;
+            ran = progress = true;
+            shim_go(f);
+            if (shim_error[0]) return shim_error;
+          }
+          if (order == 2) break;
+        }
       }
       if (!progress) {
         snprintf(shim_error, sizeof shim_error, "deadlock in block %d: no thread can go on", b);

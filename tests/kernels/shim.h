@@ -2,7 +2,8 @@
 //
 // A thread runs until it reaches a warp collective or a barrier. A collective completes when every lane of its mask has
 // arrived at the same one with the same mask; anything else is an error, and so is a state in which no thread can go on.
-// Three orders of running the threads: ascending, descending, shuffled anew in every pass.
+// Three orders of running the threads: one warp after the other, each as far as it gets, ascending or descending; and all
+// threads a step at a time, shuffled anew in every pass.
 // Shared memory and, by the caller, outputs are filled with garbage first.
 #pragma once
 #include <math.h>
@@ -242,6 +243,7 @@ static inline float __uint_as_float(uint32_t v) { return shim_float(v); }
 static inline uint32_t __float_as_uint(float v) { return shim_bits(v); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+static inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 static inline int __ffs(uint32_t v) { return __builtin_ffs((int)v); }
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline int min(int a, int b) { return a < b ? a : b; }

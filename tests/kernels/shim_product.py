@@ -1,14 +1,15 @@
 """The kernels on the CPU over the product of sizes, k, dtypes, modes and thread orders, against the float64 oracle.
 
-    python tests/kernels/product.py --shard 0/2            # prints one JSON line
+    python tests/kernels/shim_product.py --shard 0/2            # prints one JSON line
 
 Every launch has 37 rows: ties, constants, both zeros, -inf masks, large logits, NaN of both signs, infinities; or their
 finite part; or none. Blocks are 32 tokens by default, so that 37 rows end inside the second block.
 """
 
 import argparse
-import importlib.util
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,20 +17,12 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 
-def _load(name: str):
-    found = sys.modules.get(f"trajectory_guard_tests_{name}")
-    if found is None:
-        spec = importlib.util.spec_from_file_location(f"trajectory_guard_tests_{name}", HERE / f"{name}.py")
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = found
-        spec.loader.exec_module(found)
-    return found
+import routing_oracle as oracle  # noqa: E402
+import shim_library as shim  # noqa: E402
 
-
-shim, oracle = _load("shim"), _load("oracle")
 from trajectory_guard.kernels.nvrtc import Constants, layout  # noqa: E402
 
 SIZES = (8, 16, 60, 64, 96, 128, 160, 256, 384, 512, 896)
@@ -152,7 +145,7 @@ def check_backward(arena, case: Case, c: Constants, valid: bool, terms: int, cho
     close(got, want, 2e-5 + rounding, 4e-6 + (6e-8 if elem == 2 else 0), "gradient")
 
 
-def run_cells(sizes, topks, elems, orders, block_tokens, shard=(0, 1), source=None, flags=(), skew=0) -> dict:
+def run_cells(sizes, topks, elems, orders, block_tokens, shard=(0, 1), source=None, flags=(), skew=0, most=20) -> dict:
     """All cells of this shard; returns how many launches were checked and the failures."""
     launches, failures, cell = 0, [], 0
     for e in sizes:
@@ -200,24 +193,49 @@ def run_cells(sizes, topks, elems, orders, block_tokens, shard=(0, 1), source=No
                                 assert again.view["g"].tobytes() == before, f"thread order {order} changes the gradient"
                     except AssertionError as error:
                         failures.append(f"{where}: {error}")
-                        if len(failures) > 20:
+                        if len(failures) >= most:
                             return {"launches": launches, "failures": failures}
     return {"launches": launches, "failures": failures}
+
+
+def run_planted(sources: dict[str, str]) -> dict[str, list[str]]:
+    """For each broken source its failures; each runs in a process of its own, for it may crash."""
+    shim.build([(layout(60), 1, PRODUCT_TOKENS, source) for source in sources.values()])
+    results = {}
+    for name, source in sources.items():
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            found = run_cells((60,), (3,), (1,), ORDERS, PRODUCT_TOKENS, source=source, most=1)["failures"]
+            os.write(write, json.dumps(found).encode()[:4000])
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(child, 0)
+        results[name] = json.loads(text) if status == 0 else [f"killed by signal {os.WTERMSIG(status)}"]
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--planted", help="JSON file of name: broken source; prints the failures of each")
     parser.add_argument("--sanitize", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--topks", type=int, nargs="*", default=list(TOPKS))
     parser.add_argument("--elems", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--block-tokens", type=int, default=PRODUCT_TOKENS)
+    parser.add_argument("--orders", type=int, nargs="*", default=list(ORDERS))
     a = parser.parse_args()
+    if a.planted:
+        print(json.dumps(run_planted(json.loads(Path(a.planted).read_text()))))
+        return
     start = time.perf_counter()
     index, count = map(int, a.shard.split("/"))
     flags = shim.SANITIZE if a.sanitize else ()
-    result = run_cells(a.sizes, a.topks, a.elems, ORDERS, a.block_tokens, (index, count), flags=flags)
+    result = run_cells(a.sizes, a.topks, a.elems, a.orders, a.block_tokens, (index, count), flags=flags)
     result["seconds"] = round(time.perf_counter() - start, 1)
     print(json.dumps(result))
 
