@@ -1,6 +1,7 @@
 """The options that every training example shares."""
 
 import argparse
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def parse(description: str, *, resumable: bool = False, argv: list[str] | None =
     parser.add_argument("--fault-step", type=int, help="first step it acts on; by default half of training")
     parser.add_argument("--seed", type=int, default=TARGET_SEED)
     parser.add_argument("--fit", type=Path, default=FIT, help="by default the committed fit")
-    parser.add_argument("--out", type=Path, help="folder of the run; by default runs/<fault>-seed<seed>")
+    parser.add_argument("--out", type=Path, help="folder of the run; by default a new one under runs")
     parser.add_argument("--steps-limit", type=int, help="end early, with the plan as it is")
     if resumable:
         parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
@@ -51,6 +52,7 @@ def parse(description: str, *, resumable: bool = False, argv: list[str] | None =
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     run, corpus = run_of(TARGET_WIDTH), standard_library()
+    resume = args.resume if resumable else None
     return Setup(
         run=run,
         plan=plan_of(run, corpus),
@@ -58,7 +60,13 @@ def parse(description: str, *, resumable: bool = False, argv: list[str] | None =
         seed=args.seed,
         fault=Fault(kind=args.fault, step=args.fault_step or run.steps // 2),
         fit=args.fit,
-        folder=args.out or Path("runs") / f"{args.fault}-seed{args.seed}",
+        folder=args.out or (resume.parent.parent if resume else _new_folder(f"{args.fault}-seed{args.seed}")),
         last_step=min(args.steps_limit or run.steps, run.steps),
-        resume=args.resume if resumable else None,
+        resume=resume,
     )
+
+
+def _new_folder(name: str) -> Path:
+    """runs/<name>, or with a number behind it where that exists: two runs in one folder would mix their curves."""
+    folders = (Path("runs") / f"{name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
