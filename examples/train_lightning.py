@@ -6,6 +6,7 @@ tensorboard --logdir runs                                # tab "Custom Scalars":
 """
 
 import logging
+import warnings
 from typing import Any
 
 import lightning as L
@@ -77,11 +78,14 @@ def train(setup: Setup, *, watched: bool = True) -> tuple[MoEModule, TrajectoryG
 
 
 def main() -> None:
+    # What Lightning says about itself would hide what the guard says about the run.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     setup = parse(__doc__ or "", resumable=True)
     module, guard = train(setup)
     assert guard is not None and guard.guard is not None
     forecast = guard.guard.forecast
+    print("\nForecast against observed loss, from this run:\n")
     print(compare(module.losses.tolist(), forecast).table)
     for event in guard.guard.events:
         print(f"{event.severity.name}: {event.sentence}")

@@ -32,6 +32,7 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
 
 def main() -> None:
     losses, guard = train(parse(__doc__ or ""))
+    print("\nForecast against observed loss, from this run:\n")
     print(compare(losses, guard.forecast).table)
     for event in guard.events:
         print(f"{event.severity.name}: {event.sentence}")
