@@ -69,11 +69,10 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     head = '[plan]\ntotal_steps = 500\nschedule = { shape = "cosine" }\n'
     (tmp_path / "ladder.toml").write_text(head + "\n".join(rungs))
     for seed in ("1", "2"):
-        command = [sys.executable, "-m", "trajectory_guard", "fit", str(tmp_path / "ladder.toml")]
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run(
-            [*command, "-o", str(tmp_path / f"{seed}.json")], check=True, env=environment, capture_output=True
-        )
+        command = [sys.executable, "-m", "trajectory_guard", "fit", "ladder.toml", "-o", f"{seed}.json"]
+        command += ["--law", "matched-progress"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, cwd=tmp_path, env=environment, capture_output=True)
     assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
 
 

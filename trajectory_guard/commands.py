@@ -8,11 +8,14 @@ import numpy as np
 
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, fit_ladder, load_fit
+from trajectory_guard.fit_picture import draw_fit
 from trajectory_guard.laws.backtest import backtest_law, format_backtest
 from trajectory_guard.laws.progress import MatchedProgress
 from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
 from trajectory_guard.laws.terminal import TerminalFit
+from trajectory_guard.laws.trend import off_trend
 from trajectory_guard.manifest import read_manifest
+from trajectory_guard.picture import save_picture
 from trajectory_guard.plan import RunPlan
 
 
@@ -32,6 +35,9 @@ def fit_command(args: argparse.Namespace) -> int:
     fit = fit_ladder(read.ladder, args.law)
     fit.save(args.output)
     print(describe(fit))
+    odd = off_trend(get_law(fit.law), read.ladder) if fit.law in ALONG_TRAINING else None
+    if odd is not None:
+        print(f"note: {odd}")
     print(f"wrote {args.output}")
     return 0
 
@@ -85,21 +91,26 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `trajectory-guard inspect`."""
     parser.add_argument("fit", type=Path, help="fit (JSON)")
     parser.add_argument("--plan", type=Path, help="also show the forecast for this plan (JSON)")
+    parser.add_argument("--draw", type=Path, metavar="PICTURE", help="draw ladder, fit and forecast (.png or .svg)")
+    parser.add_argument("--override-recipe", action="store_true", help="forecast although the recipes differ")
 
 
 def inspect_command(args: argparse.Namespace) -> int:
     """Say in words what a fit holds."""
     fit = load_fit(args.fit)
     print(describe(fit))
-    if args.plan:
-        forecast = fit.forecast(RunPlan.load(args.plan))
-        plan = forecast.plan
+    plan = RunPlan.load(args.plan) if args.plan else None
+    if plan is not None:
+        forecast = fit.forecast(plan, override_recipe=args.override_recipe)
         print("forecast: progress, step, loss in nats, 80 % and 95 % half-width")
         for g in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
             step = max(round(float(plan.step_at(g))), 1)
             if np.isfinite(forecast.loss(step)):
                 widths = [100 * forecast.half_width(step, level) for level in (0.8, 0.95)]
                 print(f"  {g:4.0%}  {step:>9}  {forecast.loss(step):.4f}  +-{widths[0]:.2f} %  +-{widths[1]:.2f} %")
+    if args.draw:
+        save_picture(draw_fit(fit, plan, override_recipe=args.override_recipe), args.draw)
+        print(f"wrote {args.draw}")
     return 0
 
 

@@ -259,13 +259,11 @@ def fit_ladder(ladder: Ladder, law: str = "auto") -> DelphiFit:
         reasons = "\n".join(f"  {test.law}: {test.refused}" for test in tests)
         raise TrajectoryGuardError(f"no law fits this ladder:\n{reasons}")
     chosen = _choose(usable)
-    model_class = get_law(chosen.law)
-    model = model_class.fit(ladder)
-    assert chosen.interval is not None
+    assert chosen.interval is not None and chosen.model is not None
     return DelphiFit(
         law=chosen.law,
-        params=model.to_params(),
-        recipe={name: value for name, value in ladder.identity().items() if name not in model_class.varies},
+        params=chosen.model.to_params(),
+        recipe={name: value for name, value in ladder.identity().items() if name not in chosen.model.varies},
         metric=ladder.metric,
         split=ladder.rungs[0].plan.split,
         rungs=tuple(_points(ladder)),

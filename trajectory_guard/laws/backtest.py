@@ -12,7 +12,7 @@ from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.ladder import Ladder, Rung
 from trajectory_guard.laws.base import Law
 from trajectory_guard.laws.interval import IntervalModel, NestedError, early_factor, fit_interval, size_distance
-from trajectory_guard.laws.smooth import RungCurve, rung_curve
+from trajectory_guard.laws.smooth import rung_curve
 from trajectory_guard.laws.terminal import TerminalFit
 
 __all__ = ["BacktestRow", "LawBacktest", "backtest_law", "format_backtest", "score"]
@@ -84,12 +84,14 @@ class LawBacktest:
         law: its name.
         rows: nested rows first, then one leave-out row per rung.
         interval: what the nested rows promise for a target beyond the ladder.
-        refused: why the law cannot fit this ladder; then there are no rows and no interval.
+        model: the law fitted to the full ladder.
+        refused: why the law cannot fit this ladder; then there is nothing else.
     """
 
     law: str
     rows: tuple[BacktestRow, ...] = ()
     interval: IntervalModel | None = None
+    model: Law | None = None
     refused: str | None = None
 
 
@@ -108,71 +110,105 @@ def score(backtest: LawBacktest) -> float:
     return math.nan
 
 
-def backtest_law(law: type[Law], ladder: Ladder, *, leave_out: bool = True) -> LawBacktest:
+def backtest_law(law: type[Law], ladder: Ladder) -> LawBacktest:
     """Hold out rungs of a ladder and forecast them with a law fitted on the others.
 
     Nested: for every j >= 2 the j smallest sizes forecast each rung of every larger size; these set the interval.
     Leave-out: each size in turn is forecast from all others (each rung, where the ladder has fewer than three sizes).
+    The terminal law is tested on its optima, a compute budget standing for a size.
 
     Args:
         law: the class to test.
         ladder: the full ladder.
-        leave_out: also do the leave-out rows.
 
     Returns:
-        Rows and interval, or the reason why the law refused the ladder.
+        Rows, interval and the law fitted to the full ladder, or the reason why the law refused it.
     """
+    tester = _Tester(law)
     try:
-        fitted_law = law.fit(ladder)
+        model = tester.fit(ladder.rungs)
     except TrajectoryGuardError as error:
         return LawBacktest(law=law.name, refused=str(error))
-    if isinstance(fitted_law, TerminalFit):
-        return _backtest_budgets(fitted_law)
-    sizes = _sizes(ladder)
-    curves = {rung.name: rung_curve(rung) for rung in ladder.rungs}
-    forecasts: list[tuple[int, list[Rung], Rung, _Compared]] = []
-    nested: list[tuple[int, NestedError]] = []
-    for fitted_count in range(2, len(sizes)):
-        fitted = [rung for size in sizes[:fitted_count] for rung in size]
-        model = _try_fit(law, fitted)
-        if model is None:
-            continue
-        for index in range(fitted_count, len(sizes)):
-            compared = [_compare(model, rung, curves[rung.name]) for rung in sizes[index]]
-            distance = size_distance(_params(sizes[index]), _params(fitted))
-            rms = float(np.sqrt(np.mean([c.scaled_rms**2 for c in compared])))
-            nested.append((fitted_count, NestedError(index, distance, rms)))
-            forecasts += [(fitted_count, fitted, rung, c) for rung, c in zip(sizes[index], compared, strict=True)]
+    if isinstance(model, TerminalFit):
+        return _backtest_budgets(model)
+    rows, interval = tester.nested(ladder.rungs)
+    sizes = _sizes(ladder.rungs)
+    for group in sizes if len(sizes) > 2 else [[rung] for rung in ladder.rungs]:
+        rest = tuple(rung for rung in ladder.rungs if rung not in group)
+        model_of_rest = tester.try_fit(rest)
+        if model_of_rest is not None:
+            promised = tester.nested(rest)[1]
+            compared = [(rung, _compare(model_of_rest, rung)) for rung in group]
+            rows += [_row(law.name, "leave-out", rung, rest, c, promised) for rung, c in compared]
+    return LawBacktest(law=law.name, rows=tuple(rows), interval=interval, model=model)
 
-    def promised(below: int, rungs: Sequence[Rung]) -> IntervalModel:
-        return fit_interval([e for _, e in nested if e.target < below], _params(rungs))
 
-    rows = [
-        _row(law.name, "nested", rung, fitted, compared, promised(count, fitted))
-        for count, fitted, rung, compared in forecasts
-    ]
-    if leave_out:
-        rows += _leave_out(law, ladder, sizes, curves)
-    return LawBacktest(law=law.name, rows=tuple(rows), interval=promised(len(sizes), ladder.rungs))
+class _Tester:
+    """Fits of one law on parts of a ladder, each made once."""
+
+    def __init__(self, law: type[Law]) -> None:
+        self.law = law
+        self._fits: dict[frozenset[str], Law | TrajectoryGuardError] = {}
+
+    def fit(self, rungs: Sequence[Rung]) -> Law:
+        key = frozenset(rung.name for rung in rungs)
+        if key not in self._fits:
+            try:
+                self._fits[key] = self.law.fit(Ladder(rungs=tuple(rungs)))
+            except TrajectoryGuardError as error:
+                self._fits[key] = error
+        made = self._fits[key]
+        if isinstance(made, TrajectoryGuardError):
+            raise made
+        return made
+
+    def try_fit(self, rungs: Sequence[Rung]) -> Law | None:
+        """Fit part of a ladder, or nothing where the part alone is too little for the law."""
+        try:
+            return self.fit(rungs)
+        except TrajectoryGuardError:
+            return None
+
+    def nested(self, rungs: Sequence[Rung]) -> tuple[list[BacktestRow], IntervalModel]:
+        sizes = _sizes(rungs)
+        errors: list[NestedError] = []
+        compared: list[tuple[int, list[Rung], Rung, _Compared]] = []
+        for count in range(2, len(sizes)):
+            fitted = [rung for size in sizes[:count] for rung in size]
+            model = self.try_fit(fitted)
+            if model is None:
+                continue
+            for index in range(count, len(sizes)):
+                pairs = [(rung, _compare(model, rung)) for rung in sizes[index]]
+                distance = size_distance(_params(sizes[index]), _params(fitted))
+                rms = float(np.sqrt(np.mean([c.scaled_rms**2 for _, c in pairs])))
+                errors.append(NestedError(index, distance, rms))
+                compared += [(count, fitted, rung, c) for rung, c in pairs]
+        rows = []
+        for count, fitted, rung, c in compared:
+            # Only what the fitted sizes knew of themselves may set the interval of their forecast.
+            promised = fit_interval([e for e in errors if e.target < count], _params(fitted))
+            rows.append(_row(self.law.name, "nested", rung, fitted, c, promised))
+        return rows, fit_interval(errors, _params(rungs))
 
 
 def _backtest_budgets(fit: TerminalFit) -> LawBacktest:
     """Nested back-test of the terminal law: the optima of the smallest budgets forecast those of larger ones."""
     optima = fit.optima
     names = [f"optimum at {optimum.compute:.3g} FLOPs" for optimum in optima]
-    nested: list[NestedError] = []
+    errors: list[NestedError] = []
     compared: list[tuple[int, int, float]] = []
     for count in range(3, len(optima)):
         smaller = TerminalFit(optima[:count])
         for index in range(count, len(optima)):
             ratio = math.log(optima[index].loss / float(smaller.expect(optima[index].compute)))
             distance = size_distance(optima[index].params, optima[count - 1].params)
-            nested.append(NestedError(index, distance, abs(ratio) / float(early_factor(1.0))))
+            errors.append(NestedError(index, distance, abs(ratio) / float(early_factor(1.0))))
             compared.append((count, index, ratio))
     rows = []
     for count, index, ratio in compared:
-        interval = fit_interval([e for e in nested if e.target < count], optima[count - 1].params)
-        inside = [abs(ratio) <= float(interval.half_width(optima[index].params, 1.0, v)) for v in (0.8, 0.95)]
+        promised = fit_interval([e for e in errors if e.target < count], optima[count - 1].params)
+        inside = [abs(ratio) <= float(promised.half_width(optima[index].params, 1.0, v)) for v in (0.8, 0.95)]
         percent = 100.0 * math.expm1(ratio)
         rows.append(
             BacktestRow(
@@ -187,41 +223,33 @@ def _backtest_budgets(fit: TerminalFit) -> LawBacktest:
                 inside_95=float(inside[1]),
             )
         )
-    return LawBacktest(law=fit.name, rows=tuple(rows), interval=fit_interval(nested, optima[-1].params))
-
-
-def _leave_out(
-    law: type[Law], ladder: Ladder, sizes: list[list[Rung]], curves: Mapping[str, RungCurve]
-) -> list[BacktestRow]:
-    groups = sizes if len(sizes) > 2 else [[rung] for rung in ladder.rungs]
-    rows = []
-    for group in groups:
-        rest = [rung for rung in ladder.rungs if rung not in group]
-        model = _try_fit(law, rest)
-        if model is None:
-            continue
-        inner = backtest_law(law, Ladder(rungs=tuple(rest)), leave_out=False).interval
-        if inner is None:
-            continue
-        rows += [_row(law.name, "leave-out", r, rest, _compare(model, r, curves[r.name]), inner) for r in group]
-    return rows
+    return LawBacktest(law=fit.name, rows=tuple(rows), interval=fit_interval(errors, optima[-1].params), model=fit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
     progress: NDArray[np.float64]
     log_ratio: NDArray[np.float64]
+    noise: NDArray[np.float64]
 
     @property
     def scaled_rms(self) -> float:
-        return float(np.sqrt(np.mean((self.log_ratio / early_factor(self.progress)) ** 2)))
+        """Rms of the error in units of `early_factor`, less what is noise of the held-out log itself."""
+        scale = early_factor(self.progress)
+        return math.sqrt(max(float(np.mean((self.log_ratio / scale) ** 2 - (self.noise / scale) ** 2)), 0.0))
 
 
-def _compare(model: Law, rung: Rung, curve: RungCurve) -> _Compared:
+def _compare(model: Law, rung: Rung) -> _Compared:
+    curve = rung_curve(rung)
     first = max(JUDGED_FROM, 2 * rung.plan.schedule.warmup, model.first_progress(rung.plan))
     judged = curve.progress >= min(first, float(curve.progress[-1])) * (1 - 1e-3)
     progress = np.maximum(curve.progress[judged], model.first_progress(rung.plan))
-    return _Compared(progress=progress, log_ratio=np.log(curve.loss[judged] / model.loss(rung.plan, progress)))
+    loss = curve.loss[judged]
+    return _Compared(
+        progress=progress,
+        log_ratio=np.log(loss / model.loss(rung.plan, progress)),
+        noise=curve.error[judged] / loss,
+    )
 
 
 def _row(
@@ -249,22 +277,14 @@ def _row(
     )
 
 
-def _try_fit(law: type[Law], rungs: Sequence[Rung]) -> Law | None:
-    """Fit part of a ladder, or nothing where the part alone is too little for the law."""
-    try:
-        return law.fit(Ladder(rungs=tuple(rungs)))
-    except TrajectoryGuardError:
-        return None
-
-
 def _params(rungs: Sequence[Rung]) -> float:
     return max(rung.plan.active_params for rung in rungs)
 
 
-def _sizes(ladder: Ladder) -> list[list[Rung]]:
+def _sizes(rungs: Sequence[Rung]) -> list[list[Rung]]:
     """Rungs grouped by active parameters (equal within 2 %), smallest first."""
     groups: list[list[Rung]] = []
-    for rung in sorted(ladder.rungs, key=lambda r: (r.plan.active_params, r.plan.total_flops, r.name)):
+    for rung in sorted(rungs, key=lambda r: (r.plan.active_params, r.plan.total_flops, r.name)):
         if groups and rung.plan.active_params <= 1.02 * groups[-1][0].plan.active_params:
             groups[-1].append(rung)
         else:

@@ -21,7 +21,7 @@ FLOOR_MEAN, FLOOR_SD = 0.55, 0.10
 """Prior of the floor as a share of the lowest ladder loss; measured over six public ladder families."""
 
 RUN_SD, RUN_POINTS = 0.0015, 4
-"""What a fit's residuals say about the floor: each rung counts as 4 points of relative sd 0.15 %."""
+"""What a fit's residuals say about the floor: each rung counts as 4 points of relative sd 0.15 %, and of its noise."""
 
 CURVATURE, DRIFT = 1e-4, 1.0
 """Penalties on the squared second derivative of the level, and on the squared first derivative of the exponent, over
@@ -157,7 +157,8 @@ class MatchedProgress:
         lowest = min(float(curve.loss.min()) for curve in curves)
         fits = [_solve(curves, log_flops - centre, knots, share * lowest) for share in FLOORS]
         misfit = np.array([fit[2] for fit in fits])
-        log_weight = -0.5 * ((FLOORS - FLOOR_MEAN) / FLOOR_SD) ** 2 - RUN_POINTS * len(curves) * misfit / 2 / RUN_SD**2
+        variance = RUN_SD**2 + _noise(curves, knots[0])
+        log_weight = -0.5 * ((FLOORS - FLOOR_MEAN) / FLOOR_SD) ** 2 - RUN_POINTS * len(curves) * misfit / 2 / variance
         weights = np.exp(log_weight - log_weight.max())
         kept = np.flatnonzero(weights > 1e-4 * weights.sum())
         return cls(
@@ -295,6 +296,13 @@ def _solve(
     solution = np.asarray(np.linalg.solve(matrix.T @ matrix, matrix.T @ target), dtype=np.float64)
     residual = data - matrix[: len(data)] @ solution
     return solution[:count], solution[count:], float(residual @ residual) / points
+
+
+def _noise(curves: list[RungCurve], start: float) -> float:
+    """Mean squared relative standard error of the rung points, weighted as the fit weighs them."""
+    relative = [(curve.error / curve.loss)[curve.progress >= start * (1 - 1e-9)] ** 2 for curve in curves]
+    trust = [NOISE_SD**2 / (NOISE_SD**2 + square) for square in relative]
+    return float(np.concatenate(relative) @ np.concatenate(trust) / np.concatenate(trust).sum())
 
 
 def _covered(curve: RungCurve, knots: NDArray[np.float64]) -> float:
