@@ -142,3 +142,21 @@ def test_options_default_to_half_of_training_and_the_committed_fit():
     assert setup.fit == FIT
     assert setup.last_step == setup.run.steps
     assert parse("", argv=["--fault-step", "7", "--steps-limit", "9", "--threads", "1"]).last_step == 9
+
+
+def test_the_committed_fit_is_that_of_the_committed_logs():
+    import numpy as np
+    from make_ladder import MANIFEST
+
+    from trajectory_guard import fit_ladder, load_fit
+    from trajectory_guard.manifest import read_manifest
+
+    plan = plan_of(run_of(48), standard_library())
+    kept, made = load_fit(FIT), fit_ladder(read_manifest(MANIFEST).ladder)
+    assert kept.law == made.law
+    steps = np.arange(100, plan.total_steps + 1, 100)
+    one, other = (fit.forecast(plan, override_recipe=True) for fit in (kept, made))
+    np.testing.assert_allclose(one.loss(steps), other.loss(steps), rtol=1e-6)
+    np.testing.assert_allclose(one.half_width(steps, 0.95), other.half_width(steps, 0.95), rtol=1e-6)
+    # The fit knows the rungs alone.
+    assert {rung.name for rung in kept.rungs} == {"d20", "d24", "d28", "d32"}
