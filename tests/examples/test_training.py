@@ -96,7 +96,7 @@ RESUMABLE = """
 
     torch.set_num_threads(1)
     folder, killed_at, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    setup = setup_of(folder, last_step=260, fault=Fault(kind="data", step=230))
+    setup = setup_of(folder, last_step=170, fault=Fault(kind="data", step=140))
     setup = dataclasses.replace(setup, resume=Path(resume) if resume else None)
     observe = TrajectoryGuard.observe
 
@@ -124,16 +124,16 @@ def test_a_killed_and_resumed_run_gets_the_verdicts_of_one_that_never_stopped(tm
 
     whole = run(tmp_path / "whole", -1, "")
     assert whole.returncode == 0, whole.stderr
-    killed = run(tmp_path / "killed", 170, "")
+    killed = run(tmp_path / "killed", 120, "")
     assert killed.returncode == -9
     resumed = run(tmp_path / "killed", -1, str(tmp_path / "killed" / "checkpoints" / "last.ckpt"))
     assert resumed.returncode == 0, resumed.stderr
     wanted = (tmp_path / "whole" / "verdicts.txt").read_text().splitlines()
     got = (tmp_path / "killed" / "verdicts.txt").read_text().splitlines()
-    assert len(got) > 170
-    assert got[:170] == wanted[:170]
-    assert got[170:] == wanted[100:]
-    assert "onset=230" in wanted[-1]  # both stopped at the flag of the fault
+    assert len(got) > 120
+    assert got[:120] == wanted[:120]
+    assert got[120:] == wanted[100:]
+    assert "onset=140" in wanted[-1]  # both stopped at the flag of the fault
 
 
 def test_options_default_to_half_of_training_and_the_committed_fit():
