@@ -99,7 +99,7 @@ def changes(schedule: LRSchedule) -> Changes:
         >>> found.drop.round(3).tolist(), found.end.round(3).tolist()
         ([0.7], [0.5])
     """
-    g, e, area = rate_path(schedule)
+    g, e, _ = rate_path(schedule)
     # From the peak on: a table may hold its own warm-up.
     first = int(np.searchsorted(g, schedule.warmup))
     first = max(first, int(np.argmax(e >= 0.999 * e.max())))
@@ -127,9 +127,9 @@ def changes(schedule: LRSchedule) -> Changes:
 class Place(NamedTuple):
     """Where points of one run lie, or of many whose changes are padded to one count with drops of 0.
 
-    rate: (n,) e. area: (n,) S in the unit of tokens given. since_tokens, since_area: (n, k) tokens since each change over
-    S_k, plain and weighted by e; 0 before it. drop: (n, k) rate before less rate after, 0 before the change. after: (n, k)
-    rate after it.
+    rate: (n,) e. area: (n,) S in the unit of tokens given. since_tokens, since_area: (n, k) tokens since each change
+    over S_k, plain and weighted by e; 0 before it. drop: (n, k) rate before less rate after, 0 before the change.
+    after: (n, k) rate after it.
     """
 
     rate: Array

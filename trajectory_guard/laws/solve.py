@@ -1,7 +1,7 @@
 """Least squares for laws that are linear in their amplitudes: variable projection to start, then a joint polish.
 
-A law is f = sum_k x_k phi_k(theta) with amplitudes x >= 0 and a few exponents theta. At fixed theta the amplitudes are a
-non-negative least-squares problem (`nonnegative`), so that a search runs over theta alone. The last step (`polish`)
+A law is f = sum_k x_k phi_k(theta) with amplitudes x >= 0 and a few exponents theta. At fixed theta the amplitudes are
+a non-negative least-squares problem (`nonnegative`), so that a search runs over theta alone. The last step (`polish`)
 moves all of them together, because robust losses and priors on the logarithm of an amplitude are not linear in it.
 """
 
@@ -45,11 +45,13 @@ def nonnegative(basis: Array, target: Array) -> Array:
     """
     joined = np.column_stack([basis, target])
     if not np.all(np.isfinite(joined)):
-        raise TrajectoryGuardError("a least-squares problem holds values that are not finite; check the ladder's losses")
+        raise TrajectoryGuardError(
+            "a least-squares problem holds values that are not finite; check the ladder's losses"
+        )
     scale = np.linalg.norm(basis, axis=0)
     scale[scale == 0.0] = 1.0
     joined[:, :-1] /= scale
-    factor = np.linalg.qr(joined, mode="r")
+    factor = np.asarray(np.linalg.qr(joined, mode="r"))
     solution, _ = nnls(factor[:, :-1], factor[:, -1])
     return solution / scale
 
@@ -115,7 +117,9 @@ def polish(
             out[:, : len(weights)] *= weights
         return out
 
-    inside = np.clip(start, low + 1e-10 * (1 + np.abs(low)), high - 1e-10 * (1 + np.where(np.isinf(high), 0, np.abs(high))))
+    inside = np.clip(
+        start, low + 1e-10 * (1 + np.abs(low)), high - 1e-10 * (1 + np.where(np.isinf(high), 0, np.abs(high)))
+    )
     result = least_squares(
         lambda p: both(p)[0],
         inside,

@@ -31,10 +31,10 @@ class Surface:
     Example:
         >>> surface = Surface(floor=1.82, a=482.0, b=2085.4, alpha=0.348, beta=0.366)
         >>> round(float(surface.loss(7e10, 1.4e12)), 3)
-        1.974
+        1.976
         >>> best = surface.optimum(6 * 7e10 * 1.4e12)
         >>> f"{best[0]:.2e} parameters, {best[1]:.2e} tokens"
-        '7.30e+10 parameters, 1.34e+12 tokens'
+        '7.31e+10 parameters, 1.34e+12 tokens'
     """
 
     floor: float
