@@ -143,3 +143,18 @@ def test_a_rung_that_died_early_is_told(documented, tmp_path):
     write_log(tmp_path / "small.csv", tokens_per_step=1600, steps=600)
     _, notes = read_manifest(documented)
     assert any("ends at progress 0.600; used up to there" in note for note in notes)
+
+
+def test_bits_labelled_as_nats_are_told_by_the_first_loss_and_by_the_trend(documented, tmp_path, capsys):
+    rungs = "".join(
+        f'[[rung]]\nname = "r{k}"\nactive_params = {k * 5000}\ntokens_per_step = {k * 800}\nlog = "r{k}.csv"\n'
+        for k in (1, 2, 3, 4, 6)
+    )
+    documented.write_text(documented.read_text().split("[[rung]]")[0] + rungs)
+    for k in (1, 2, 3, 4, 6):
+        write_log(tmp_path / f"r{k}.csv", tokens_per_step=800 * k, scale=2.3 if k != 3 else 2.3 / np.log(2))
+    assert main(["fit", str(documented), "-o", str(tmp_path / "fit.json"), "--law", "matched-progress"]) == 0
+    said = capsys.readouterr()
+    assert "'r3', r3.csv: its first loss" in said.err and 'unit = "bits"' in said.err
+    assert "'r1', r1.csv: its first loss" not in said.err
+    assert "rung 'r3' lies off the trend: +44" in said.out

@@ -1,5 +1,6 @@
 """The ladder manifest: a TOML file that lists a ladder's rungs with their plans and logs."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,7 @@ def _rung(
         except TrajectoryGuardError as error:
             raise FileFormatError(f"{where}: {error}") from error
         notes.extend(f"rung {name!r}, {' + '.join(entry)}: {note}" for note in log.notes)
+        notes.extend(f"rung {name!r}, {' + '.join(entry)}: {note}" for note in _unit_notes(log.curve, plan))
         beyond = log.curve.tokens[-1] / plan.total_tokens
         if beyond > 1.01:
             raise FileFormatError(
@@ -121,6 +123,18 @@ def _rung(
             notes.append(f"rung {name!r}, {' + '.join(entry)}: ends at progress {beyond:.3f}; used up to there")
         curves.append(log.curve)
     return Rung(name=name, plan=plan, curves=tuple(curves))
+
+
+def _unit_notes(curve: LossCurve, plan: RunPlan) -> list[str]:
+    """Say when an untrained model's loss lies far above a uniform guess, as it does in bits."""
+    vocabulary = plan.recipe.vocab_size
+    if vocabulary is None or curve.step[0] > 5 or curve.loss[0] <= 1.25 * math.log(vocabulary):
+        return []
+    guess = math.log(vocabulary)
+    return [
+        f"its first loss, {curve.loss[0]:.3f}, is above ln({vocabulary}) = {guess:.3f} nats; if it is in bits, say so: "
+        'read = { unit = "bits" }'
+    ]
 
 
 def _entries(where: str, log: object) -> list[list[str]]:
