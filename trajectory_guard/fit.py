@@ -16,7 +16,7 @@ from trajectory_guard.ladder import Ladder
 from trajectory_guard.laws.backtest import BacktestRow, LawBacktest, backtest_law, score
 from trajectory_guard.laws.base import Law
 from trajectory_guard.laws.interval import LEVELS, IntervalModel
-from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
+from trajectory_guard.laws.registry import ALONG_TRAINING, get_law
 from trajectory_guard.laws.smooth import rung_curve
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.recipe import RecipeCheck, check_recipe
@@ -252,7 +252,7 @@ def fit_ladder(ladder: Ladder, law: str = "auto") -> DelphiFit:
     Raises:
         TrajectoryGuardError: no law of that name, or none that can fit this ladder; the message says why.
     """
-    names = [name for name in ALONG_TRAINING if name in law_names()] if law == "auto" else [law]
+    names = ALONG_TRAINING if law == "auto" else (law,)
     tests = [backtest_law(get_law(name), ladder) for name in names]
     usable = [test for test in tests if test.interval is not None]
     if not usable:

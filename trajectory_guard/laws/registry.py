@@ -1,18 +1,17 @@
 """The laws by name, imported when asked for."""
 
 import importlib
-import importlib.util
 
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.laws.base import Law
 
 __all__ = ["ALONG_TRAINING", "get_law", "law_names"]
 
-_MODULES = {
-    "matched-progress": "trajectory_guard.laws.progress",
-    "schedule-aware": "trajectory_guard.laws.schedule",
-    "collapse": "trajectory_guard.laws.collapse",
-    "terminal": "trajectory_guard.laws.terminal",
+_LAWS = {
+    "matched-progress": ("trajectory_guard.laws.progress", "MatchedProgress"),
+    "schedule-aware": ("trajectory_guard.laws.schedule", "ScheduleAwareLaw"),
+    "collapse": ("trajectory_guard.laws.collapse", "CollapseLaw"),
+    "terminal": ("trajectory_guard.laws.terminal", "TerminalFit"),
 }
 
 ALONG_TRAINING = ("matched-progress", "schedule-aware", "collapse")
@@ -23,10 +22,10 @@ def law_names() -> tuple[str, ...]:
     """Return the names of all laws, the default first.
 
     Example:
-        >>> law_names()[0]
-        'matched-progress'
+        >>> law_names()
+        ('matched-progress', 'schedule-aware', 'collapse', 'terminal')
     """
-    return tuple(name for name in _MODULES if _find(name) is not None)
+    return tuple(_LAWS)
 
 
 def get_law(name: str) -> type[Law]:
@@ -39,15 +38,7 @@ def get_law(name: str) -> type[Law]:
         >>> get_law("matched-progress").__name__
         'MatchedProgress'
     """
-    found = _find(name) if name in _MODULES else None
-    if found is None:
-        raise TrajectoryGuardError(f"no law is called {name!r}; there are {list(law_names())}")
-    return found
-
-
-def _find(name: str) -> type[Law] | None:
-    if importlib.util.find_spec(_MODULES[name]) is None:
-        return None
-    module = importlib.import_module(_MODULES[name])
-    classes = [value for value in vars(module).values() if isinstance(value, type)]
-    return next((value for value in classes if getattr(value, "name", None) == name), None)
+    if name not in _LAWS:
+        raise TrajectoryGuardError(f"no law is called {name!r}; there are {list(_LAWS)}")
+    module, law = _LAWS[name]
+    return getattr(importlib.import_module(module), law)
