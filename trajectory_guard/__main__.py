@@ -9,7 +9,7 @@ from typing import NamedTuple
 from trajectory_guard._version import __version__
 from trajectory_guard.errors import TrajectoryGuardError
 
-__all__ = ["main"]
+__all__ = ["main", "parse"]
 
 
 class Command(NamedTuple):
@@ -29,9 +29,8 @@ COMMANDS = {
 """Subcommands in the order help shows them. A module is imported only for its own command."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status, 2 for an error of ours."""
-    words = list(sys.argv[1:] if argv is None else argv)
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of one command line; as argparse does, exits with status 2 where they are not valid."""
     parser = argparse.ArgumentParser(
         prog="trajectory-guard", description="Watch a training run's loss against a forecast of its whole loss curve."
     )
@@ -41,7 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=command.help, description=command.help)
         if name in words[:1]:
             getattr(importlib.import_module(command.module), f"{name}_arguments")(subparser)
-    args = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status, 2 for an error of ours."""
+    args = parse(list(sys.argv[1:] if argv is None else argv))
     run = getattr(importlib.import_module(COMMANDS[args.command].module), f"{args.command}_command")
     try:
         return run(args)
