@@ -14,6 +14,7 @@ from trajectory_guard.errors import DivergenceError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.lr_schedule import LRSchedule
+from trajectory_guard.paired import PairedReference
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.recipe import Recipe
 
@@ -331,7 +332,7 @@ def test_a_failing_sink_is_switched_off(caplog):
 def test_a_failing_detector_is_switched_off_and_the_rest_goes_on(caplog, monkeypatch):
     forecast = make_forecast()
     guard = TrajectoryGuard(forecast)
-    monkeypatch.setattr(type(guard._judge), "observe", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(type(guard._watcher.judge), "observe", lambda *a, **k: 1 / 0)
     watch(guard, make_losses(forecast)[:200])
     assert caplog.text.count("'judge' failed") == 1
     assert guard.observe(201, math.nan).severity == Severity.CRITICAL
@@ -561,8 +562,8 @@ def test_sinks_learn_that_a_run_was_resumed():
     [
         lambda state: state.update(version=99),
         lambda state: state.update(format="other"),
-        lambda state: state.pop("judge"),
-        lambda state: state["judge"].pop("level"),
+        lambda state: state.pop("watcher"),
+        lambda state: state["watcher"]["judge"].pop("level"),
         lambda state: state["events"].append({"kind": "x"}),
     ],
 )
@@ -572,3 +573,168 @@ def test_a_damaged_or_newer_state_is_refused(damage):
     damage(state)
     with pytest.raises(TrajectoryGuardError, match="state"):
         TrajectoryGuard(forecast).load_state_dict(state)
+
+
+def test_a_declared_change_is_absorbed_and_its_size_reported():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    losses[1499:] *= 1.018
+    guard = TrajectoryGuard(forecast)
+    guard.expect(1500, "data phase 2")
+    watch(guard, losses)
+    assert warnings_of(guard) == []
+    (event,) = [event for event in guard.events if event.kind == "planned_change"]
+    assert event.size_percent == pytest.approx(1.8, abs=0.3)
+    assert "data phase 2" in event.sentence and event.detected == 1899
+
+
+def test_a_change_in_the_plan_is_known_from_the_start():
+    forecast = make_forecast()
+    plan = RunPlan.from_dict(
+        {**forecast.plan.to_dict(), "changes": [{"step": 1500, "reason": "more code", "kind": "data"}]}
+    )
+    assert RunPlan.from_dict(plan.to_dict()) == plan
+    progress = np.linspace(0.01, 1.0, 400)
+    planned = Forecast(plan, progress=progress, loss=1.6 + 0.6 * progress**-0.35, half_widths={0.8: 0.01, 0.95: 0.02})
+    losses = make_losses(forecast)
+    losses[1499:] *= 0.985
+    guard = TrajectoryGuard(planned)
+    watch(guard, losses)
+    assert warnings_of(guard) == []
+    assert "planned_change" in [event.kind for event in guard.events]
+
+
+def test_a_changed_definition_of_the_loss_moves_the_forecast():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    losses[1499:] += 0.5
+    guard = TrajectoryGuard(forecast)
+    guard.expect(1500, "z-loss is now included", kind="loss_definition")
+    verdicts = watch(guard, losses)
+    assert warnings_of(guard) == []
+    assert verdicts[2500].forecast == pytest.approx(forecast.loss(2501) + 0.5, abs=0.02)
+
+
+def test_a_declared_batch_size_has_the_noise_learnt_anew():
+    forecast = make_forecast()
+    losses = make_losses(forecast, noise=0.01)
+    centre = np.nan_to_num(np.asarray(forecast.loss(np.arange(1, STEPS + 1))), nan=5.5)
+    losses[1500:] = centre[1500:] + 4.0 * (losses[1500:] - centre[1500:])
+    guard = TrajectoryGuard(forecast)
+    guard.expect(1501, "batch / 16", kind="batch_size")
+    verdict = watch(guard, losses)[-1]
+    assert warnings_of(guard) == []
+    assert verdict.residual_nats / verdict.residual_sigma == pytest.approx(0.04, rel=0.15)
+
+
+def test_a_fault_after_a_declared_change_is_still_found():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    losses[999:] *= 1.01
+    losses[1999:] *= 1.05
+    guard = TrajectoryGuard(forecast)
+    guard.expect(tokens=999 * 4096, reason="new data")
+    watch(guard, losses)
+    assert guard.events[0].kind == "planned_change"
+    assert abs(warnings_of(guard)[0].onset - 2000) <= 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reason": "x"}, "step or tokens"),
+        ({"step": 5, "tokens": 5, "reason": "x"}, "step or tokens"),
+        ({"step": 5}, "reason"),
+        ({"step": 5, "reason": "x", "kind": "moon"}, "kind of change"),
+        ({"step": 0, "reason": "x"}, "at least 1"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(TrajectoryGuardError, match=message):
+        TrajectoryGuard(make_forecast()).expect(**arguments)
+
+
+def paired_runs(forecast: Forecast, noise: float = 0.08) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    steps = np.arange(1, forecast.plan.total_steps + 1)
+    centre = np.nan_to_num(np.asarray(forecast.loss(steps)), nan=5.5)
+    shared = noise * rng.standard_normal(len(steps))
+    return steps, centre + shared + 0.06 * noise * rng.standard_normal(len(steps)), shared * 1.2
+
+
+def test_a_paired_reference_shows_a_small_shift_within_ten_steps():
+    forecast = make_forecast()
+    steps, losses, residual = paired_runs(forecast)
+    losses[1999:] *= 1.01
+    guard = TrajectoryGuard(forecast, paired=PairedReference(step=steps, residual=residual))
+    watch(guard, losses)
+    event = warnings_of(guard)[0]
+    assert event.kind == "change_up" and 2000 <= event.detected <= 2010 and abs(event.onset - 2000) <= 5
+    assert "paired with the reference run" in event.sentence
+
+
+def test_a_reference_on_another_data_order_is_dropped_and_the_guard_goes_on():
+    forecast = make_forecast()
+    steps, losses, residual = paired_runs(forecast)
+    residual[1499:] = np.random.default_rng(5).permutation(residual[1499:])
+    losses[2499:] *= 1.10
+    guard = TrajectoryGuard(forecast, paired=PairedReference(step=steps, residual=residual))
+    watch(guard, losses)
+    assert [event.kind for event in guard.events if event.kind == "pairing_lost"] == ["pairing_lost"]
+    assert all(event.onset >= 2480 for event in warnings_of(guard)) and warnings_of(guard)
+
+
+def test_a_gradient_norm_that_spikes_warns_and_its_level_changes_inform():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    rng = np.random.default_rng(7)
+    norm = np.exp(0.15 * rng.standard_normal(STEPS))
+    norm[1499:1504] *= 5.0
+    norm[1999:] *= 1.8
+    guard = TrajectoryGuard(forecast)
+    for step, (loss, value) in enumerate(zip(losses, norm, strict=True), 1):
+        guard.observe(step, float(loss), channels={"grad_norm": float(value)})
+    spike, change = (event for event in guard.events if event.kind == "channel/grad_norm")
+    assert (spike.severity, spike.detected, spike.state) == (Severity.WARNING, 1502, "closed")
+    assert (change.severity, abs(change.onset - 2000) <= 10) == (Severity.INFO, True)
+    assert "channel grad_norm" in change.sentence
+
+
+def test_channels_survive_a_resume_and_bad_values():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    whole, first = TrajectoryGuard(forecast), TrajectoryGuard(forecast)
+
+    def feed(guard: TrajectoryGuard, start: int, stop: int) -> list[str]:
+        rng = np.random.default_rng(start)
+        seen = []
+        for step in range(start, stop):
+            value = math.nan if step == 700 else 1.0 + 0.1 * rng.standard_normal()
+            seen.append(repr(guard.observe(step, float(losses[step]), channels={"a": value, "b": -value})))
+        return seen
+
+    feed(whole, 1, 600)
+    feed(first, 1, 600)
+    resumed = TrajectoryGuard(forecast)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert feed(whole, 600, 1200) == feed(resumed, 600, 1200)
+    assert {event.kind for event in resumed.events if event.detected == 700} == {"channel/a", "channel/b"}
+
+
+def test_a_channel_with_a_forecast_is_watched_against_it():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    course = Forecast(forecast.plan, progress=[0.0, 1.0], loss=[1.0, 9.0], half_widths={0.8: 0.1})
+    rng = np.random.default_rng(0)
+    guard = TrajectoryGuard(forecast, channel_forecasts={"weight_rms": course})
+    for step, loss in enumerate(losses, 1):
+        value = course.loss(step) * math.exp(0.02 * rng.standard_normal()) * (2.0 if step >= 2000 else 1.0)
+        guard.observe(step, float(loss), channels={"weight_rms": value})
+    (event,) = [event for event in guard.events if event.kind.startswith("channel")]
+    assert abs(event.onset - 2000) <= 2
+
+
+@pytest.mark.parametrize("value", ["1.0", None, np.array([1.0, 2.0])])
+def test_channels_that_are_no_numbers_are_refused(value):
+    with pytest.raises(TrajectoryGuardError, match="channel grad_norm must be"):
+        TrajectoryGuard(make_forecast()).observe(1, 5.5, channels={"grad_norm": value})

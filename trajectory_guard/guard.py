@@ -1,27 +1,22 @@
 """TrajectoryGuard: one observation per optimizer step in, one verdict out. Only wiring: the tests stand in detect/."""
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from trajectory_guard.actions import Action, Actions
-from trajectory_guard.detect.events import Event, Severity, Stage, Verdict
-from trajectory_guard.detect.judge import LossJudge, note
-from trajectory_guard.detect.nonfinite import NonFiniteWatch
-from trajectory_guard.detect.onlookers import Onlookers
-from trajectory_guard.detect.replayed import Replayed
+from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
-from trajectory_guard.expectation import Expectation
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.journal import Journal
 from trajectory_guard.observation import loss_value, step_value, tokens_value
+from trajectory_guard.paired import PairedReference
+from trajectory_guard.planned import ChangeKind, PlannedChange
 from trajectory_guard.sinks.base import Sink
+from trajectory_guard.watcher import Watcher
 
 __all__ = ["TrajectoryGuard"]
-
-logger = logging.getLogger("trajectory_guard")
 
 STATE_VERSION = 1
 
@@ -41,6 +36,9 @@ class TrajectoryGuard:
         sinks: where verdicts and events are written.
         log_every_n_steps: steps between verdicts that go to the sinks; events always go.
         loss_scaler: the run trains under a fp16 loss scaler, where a lone non-finite loss is normal.
+        paired: residuals of a run on the same data order; its noise is subtracted while the two correlate.
+        channel_forecasts: what other scalars should be at each step, by the names that `observe` gets them under; a
+            channel without one is watched against its own level.
 
     Raises:
         TrajectoryGuardError: `actions` names an unknown severity, kind or action.
@@ -65,6 +63,8 @@ class TrajectoryGuard:
         sinks: Sequence[Sink] = (),
         log_every_n_steps: int = 50,
         loss_scaler: bool = False,
+        paired: PairedReference | None = None,
+        channel_forecasts: Mapping[str, Forecast] | None = None,
     ) -> None:
         if not isinstance(forecast, Forecast):
             raise TrajectoryGuardError(
@@ -76,26 +76,14 @@ class TrajectoryGuard:
         self.log_every_n_steps = log_every_n_steps
         self._actions = Actions(actions)
         self._journal = Journal(sinks, self._actions)
-        self._expectation = Expectation(forecast)
-        plan = forecast.plan
-        self._warmup_end = math.ceil(float(plan.step_at(plan.schedule.warmup)) - 1e-9)
-        vocabulary = plan.recipe.vocab_size
-        self._judge = LossJudge()
-        self._onlookers = Onlookers(
-            uniform_nats=math.log(vocabulary) if vocabulary and vocabulary > 1 else math.nan,
-            first_judged_step=max(forecast.first_step, self._warmup_end + 1),
-            last_step=plan.total_steps,
+        self._watcher = Watcher(
+            forecast, loss_scaler=loss_scaler, paired=paired, channel_forecasts=channel_forecasts or {}
         )
-        self._non_finite = NonFiniteWatch(loss_scaler=loss_scaler)
-        self._replayed = Replayed()
-        self._last_step = 0
-        self._frontier = 0
+        for change in forecast.plan.changes:
+            self._watcher.declared.declare(change.step, change.kind, change.reason)
         self._next_log = 0
-        self._root_weight = 1.0
-        self._weighed_tokens = math.nan
         self._started = False
         self._closed = False
-        self._broken: set[str] = set()
 
     @property
     def should_stop(self) -> bool:
@@ -120,7 +108,7 @@ class TrajectoryGuard:
     @property
     def last_step(self) -> int:
         """Step of the latest observation; 0 before the first."""
-        return self._last_step
+        return self._watcher.last_step
 
     def observe(
         self, step: int, loss: Any, *, tokens: float | None = None, channels: Mapping[str, Any] | None = None
@@ -147,60 +135,51 @@ class TrajectoryGuard:
         loss = loss if type(loss) is float else loss_value(loss)
         if tokens is not None:
             tokens = tokens_value(tokens)
+        if channels:
+            channels = {str(name): loss_value(value, f"channel {name}") for name, value in channels.items()}
         if not self._started:
-            self._start()
-        expected, lower, upper, gate, promise = self._expectation.at(step)
-        known = expected == expected
-        finite = loss - loss == 0.0
-        events: list[Event] = []
-        repeated = step == self._last_step
-        if step < self._last_step:
-            self._try("rewind", events, self._go_back, step, expected)
-        self._try("non_finite", events, self._non_finite.update, step, loss, expected)
-        if not repeated:
-            self._last_step = step
-            self._try("onlookers", events, self._onlookers.before, step, loss, known, self._judge)
-        if step <= self._frontier:
-            self._try("replayed", events, self._compare, step, loss)
-        else:
-            self._frontier = step
-            if finite:
-                self._replayed.remember(step, loss)
-        stage = self._stage(step, known)
-        if finite and not repeated and (stage == "calibrating" or stage == "watching"):
-            self._try("judge", events, self._weigh_and_judge, step, loss, expected, gate, promise, tokens)
-            self._try("onlookers", events, self._onlookers.after, step, self._judge)
-        elif not finite:
-            self._judge.skip()
-
-        level = self._judge.level
-        residual = loss - expected
-        sigma = level.sigma
-        verdict = Verdict(
-            step,
-            loss,
-            expected,
-            lower,
-            upper,
-            residual,
-            residual / sigma if sigma > 0.0 else math.nan,
-            stage,
-            level.statistic if stage == "watching" else math.nan,
-            level.threshold if stage == "watching" else math.nan,
-            tuple(events),
-        )
+            self._started = True
+            self._journal.start(self.forecast, self._watcher.last_step or None)
+        if step < self._watcher.last_step:
+            self._next_log = step
+        verdict = self._watcher.observe(step, loss, tokens, channels)
         log = step >= self._next_log
         if log:
             self._next_log = (step // self.log_every_n_steps + 1) * self.log_every_n_steps
-        if log or events:
+        if log or verdict.events:
             error = self._journal.write(verdict, log=log)
             if error:
                 raise error
         return verdict
 
+    def expect(
+        self, step: int | None = None, reason: str = "", *, tokens: float | None = None, kind: ChangeKind = "data"
+    ) -> None:
+        """Declare a change that moves loss or noise on purpose, such as a data phase or another batch size.
+
+        From its step on the guard learns level and noise anew from 400 observations, then says by how much the loss
+        shifted. Meanwhile the forecast's interval is still watched, except when the definition of the loss changes.
+
+        Args:
+            step: first optimizer step under the new conditions; one that has passed means the next.
+            reason: what changes, in words.
+            tokens: instead of `step`, training tokens consumed before the change.
+            kind: `"data"`, `"batch_size"`, `"lr"`, `"loss_definition"` or `"restart"`.
+
+        Raises:
+            TrajectoryGuardError: neither or both of step and tokens, no reason, or an unknown kind.
+        """
+        if (step is None) == (tokens is None):
+            raise TrajectoryGuardError(f"expect() takes a step or tokens, one of them; got {step!r} and {tokens!r}")
+        if step is None:
+            plan = self.forecast.plan
+            step = 1 + math.ceil(float(plan.step_at(tokens_value(tokens) / plan.total_tokens)) - 1e-9)
+        change = PlannedChange(step=max(step_value(step), self._watcher.last_step + 1), reason=reason, kind=kind)
+        self._watcher.declared.declare(change.step, change.kind, change.reason)
+
     def note_checkpoint(self, step: int) -> None:
         """Note that a checkpoint of `step` exists: events suggest rolling back to the newest safe one."""
-        checkpoints = self._judge.checkpoints
+        checkpoints = self._watcher.judge.checkpoints
         checkpoints.append(step_value(step))
         # An onset is at most some hundred steps back: older checkpoints only matter as the very last resort.
         del checkpoints[1:-200]
@@ -211,17 +190,10 @@ class TrajectoryGuard:
         return {
             "format": "trajectory-guard-state",
             "version": STATE_VERSION,
-            "last_step": self._last_step,
-            "frontier": self._frontier,
             "next_log": self._next_log,
-            "root_weight": self._root_weight,
-            "weighed_tokens": None if math.isnan(self._weighed_tokens) else self._weighed_tokens,
             "should_stop": self._actions.stop,
             "checkpoint_requested": self._actions.checkpoint,
-            "judge": self._judge.state(),
-            "onlookers": self._onlookers.state(),
-            "non_finite": self._non_finite.state(),
-            "replayed": self._replayed.state(),
+            "watcher": self._watcher.state(),
             "events": self._journal.state(),
         }
 
@@ -239,15 +211,9 @@ class TrajectoryGuard:
                 "resume with the release that wrote it, or start the guard anew"
             )
         try:
-            self._judge.load_state(state["judge"])
-            self._onlookers.load_state(state["onlookers"])
-            self._non_finite.load_state(state["non_finite"])
-            self._replayed.load_state(state["replayed"])
+            self._watcher.load_state(state["watcher"])
             self._journal.load_state(state["events"])
-            self._last_step, self._frontier = int(state["last_step"]), int(state["frontier"])
-            self._next_log, self._root_weight = int(state["next_log"]), float(state["root_weight"])
-            weighed = state["weighed_tokens"]
-            self._weighed_tokens = math.nan if weighed is None else float(weighed)
+            self._next_log = int(state["next_log"])
             self._actions.stop = bool(state["should_stop"])
             self._actions.checkpoint = bool(state["checkpoint_requested"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -272,56 +238,3 @@ class TrajectoryGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _start(self) -> None:
-        self._started = True
-        self._journal.start(self.forecast, self._last_step or None)
-
-    def _stage(self, step: int, known: bool) -> Stage:
-        if not known:
-            return "no_forecast"
-        if step <= self._warmup_end:
-            return "warm_up"
-        return "watching" if self._judge.level.calibrated else "calibrating"
-
-    def _weigh_and_judge(
-        self, step: int, loss: float, expected: float, gate: float, promise: float, tokens: float | None
-    ) -> list[Event] | None:
-        planned = self._expectation.batch_tokens(step)
-        averaged = planned if tokens is None else tokens
-        found = None
-        if averaged != self._weighed_tokens:
-            found = self._onlookers.weigh(step, averaged, planned, self._judge)
-            self._weighed_tokens = averaged
-            self._root_weight = self._onlookers.root_weight
-        events = self._judge.observe(step, loss, expected, gate, promise, self._root_weight)
-        return events if found is None else found + (events or [])
-
-    def _compare(self, step: int, loss: float) -> list[Event] | None:
-        if not math.isfinite(loss):
-            return None
-        found = self._replayed.compare(step, loss)
-        return None if found is None else [self._onlookers.replayed_event(step, *found)]
-
-    def _go_back(self, step: int, expected: float) -> list[Event]:
-        """The run went back: the level and the noise are known, every statistic starts at zero."""
-        self._replayed.begin()
-        self._next_log = step
-        sentence = (
-            f"the run went back from step {self._last_step} to step {step}: statistics start anew, level and noise are "
-            "kept, and losses of steps trained again are compared with the remembered ones."
-        )
-        return [note("rewound", step, sentence), *self._judge.rewind(step, expected)]
-
-    def _try(self, name: str, events: list[Event], call: Callable[..., list[Event] | None], *args: Any) -> None:
-        """Collect events of one part; a part that fails is reported once and switched off: training goes on."""
-        if name in self._broken:
-            return
-        try:
-            found = call(*args)
-        except Exception as error:
-            self._broken.add(name)
-            logger.error("the guard's part %r failed and is switched off; training goes on", name, exc_info=error)
-            return
-        if found:
-            events.extend(found)

@@ -14,6 +14,7 @@ from trajectory_guard.conventions import FlopsConvention, Split
 from trajectory_guard.errors import FileFormatError, TrajectoryGuardError
 from trajectory_guard.files import read_json, write_json
 from trajectory_guard.lr_schedule import LRSchedule
+from trajectory_guard.planned import PlannedChange
 from trajectory_guard.recipe import Recipe
 
 __all__ = ["RunPlan"]
@@ -38,6 +39,7 @@ class RunPlan:
         metric: name of the watched loss.
         split: `"train"` or `"validation"`.
         recipe: what else a forecast depends on.
+        changes: changes that move loss or noise on purpose; a guard learns the run's level anew at each.
 
     Raises:
         TrajectoryGuardError: a number is not positive, a batch ramp is out of order, or names are not known.
@@ -59,6 +61,7 @@ class RunPlan:
     metric: str = "loss"
     split: Split = "train"
     recipe: Recipe = field(default_factory=Recipe)
+    changes: tuple[PlannedChange, ...] = ()
 
     def __post_init__(self) -> None:
         _whole("total_steps", self.total_steps)
@@ -95,6 +98,14 @@ class RunPlan:
         for name, allowed in (("flops_convention", FlopsConvention), ("split", Split)):
             if getattr(self, name) not in get_args(allowed):
                 raise TrajectoryGuardError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "changes", tuple(self.changes))
+        for change in self.changes:
+            if not isinstance(change, PlannedChange):
+                raise TrajectoryGuardError(f"changes must hold PlannedChange objects, got {change!r:.80}")
+            if change.step > self.total_steps:
+                raise TrajectoryGuardError(
+                    f"the change {change.reason!r} begins at step {change.step}, after total_steps = {self.total_steps}"
+                )
         if not isinstance(self.metric, str) or not self.metric:
             raise TrajectoryGuardError(f"metric must be a name, got {self.metric!r}")
         if self.flops_convention != "6ND" and self.flops_per_token is None:
@@ -170,6 +181,8 @@ class RunPlan:
                 value = value.to_dict()
             elif f.name == "tokens_per_step" and isinstance(value, tuple):
                 value = [list(phase) for phase in value]
+            elif f.name == "changes":
+                value = [change.to_dict() for change in value] or None
             if value is not None:
                 content[f.name] = value
         return content
@@ -194,6 +207,10 @@ class RunPlan:
                 values[name] = build(values[name])
         if isinstance(values["tokens_per_step"], list):
             values["tokens_per_step"] = tuple(map(tuple, values["tokens_per_step"]))
+        if "changes" in values:
+            if not isinstance(values["changes"], (list, tuple)):
+                raise TrajectoryGuardError(f"plan field `changes` must be a list, got {values['changes']!r:.80}")
+            values["changes"] = tuple(PlannedChange.from_dict(change) for change in values["changes"])
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

@@ -8,7 +8,7 @@ SLOW_DRIFT, SLOW_THRESHOLD = 0.15, 34.5
 """Slow test: sees drifts and plateaus. In sigmas; measured by tests/benchmarks/detection.py."""
 MID_DRIFT, MID_THRESHOLD = 0.36, 16.0
 """Mid test: sees level shifts of half a sigma and more. In sigmas; measured by tests/benchmarks/detection.py."""
-SMOOTHING = 100.0
+SMOOTHING = 200.0
 """Observations of the running mean that the slow test's gate is compared with."""
 
 

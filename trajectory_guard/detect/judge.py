@@ -1,23 +1,22 @@
 """LossJudge: all tests over the loss of one run, wired into events."""
 
 import math
-from typing import Any
 
 from trajectory_guard.detect.events import Event, Severity
 from trajectory_guard.detect.excursion import Excursion, rollback_step
 from trajectory_guard.detect.level import FIRST_SCALE, Alarm, LevelWatch
 from trajectory_guard.detect.noise import NoiseChange, prior_sigma
+from trajectory_guard.detect.notes import OUTLIER_PAUSE, Scene, noise_event, outlier_event, pairing_lost_event
+from trajectory_guard.detect.paired import PairedWatch
 from trajectory_guard.detect.plateau import Course
 from trajectory_guard.detect.runaway import LOST, Runaway
 from trajectory_guard.detect.spike import NEEDED, SHARE, SIGMAS, Spikes
 from trajectory_guard.detect.state import PlainState
 from trajectory_guard.detect.units import ratio_hint
-from trajectory_guard.detect.wording import level_sentence, percent, recovery_sentence, size_words
+from trajectory_guard.detect.wording import level_sentence, percent, recovery_sentence
 
-__all__ = ["LossJudge", "note"]
+__all__ = ["LossJudge"]
 
-OUTLIER_PAUSE = 200
-"""Observations between two outlier events: healthy logs have one in 100-300 steps, and one tells as much as ten."""
 SPIKE_HOLD = 32
 """Observations after a spike's flag in which CUSUM warnings wait: most spikes are over by then."""
 TOO_GOOD = 0.05
@@ -25,20 +24,6 @@ TOO_GOOD = 0.05
 PRIOR_FACTOR = 3.0
 """The noise expected of a batch size is multiplied by this: a logged loss may be one rank's micro-batch, 2-3 times
 noisier."""
-
-
-def note(kind: str, step: int, sentence: str, *, severity: Severity = Severity.INFO, **numbers: Any) -> Event:
-    """Return an event that begins and ends at one step."""
-    return Event(
-        kind=kind,
-        severity=severity,
-        state="closed",
-        onset=step,
-        detected=step,
-        closed=step,
-        sentence=sentence,
-        **numbers,
-    )
 
 
 class LossJudge(PlainState):
@@ -55,6 +40,7 @@ class LossJudge(PlainState):
         "last_outlier",
         "level",
         "noise_change",
+        "paired",
         "reference_tokens",
         "runaway",
         "spikes",
@@ -63,6 +49,7 @@ class LossJudge(PlainState):
 
     def __init__(self) -> None:
         self.level = LevelWatch()
+        self.paired = PairedWatch()
         self.spikes = Spikes()
         self.runaway = Runaway()
         self.noise_change = NoiseChange()
@@ -74,7 +61,14 @@ class LossJudge(PlainState):
         self.checkpoints: list[int] = []
 
     def observe(
-        self, step: int, loss: float, forecast: float, gate: float, promise: float, root_weight: float
+        self,
+        step: int,
+        loss: float,
+        forecast: float,
+        gate: float,
+        promise: float,
+        root_weight: float,
+        reference: float = math.nan,
     ) -> list[Event] | None:
         """Take one finite observation that has a forecast; return the events that changed.
 
@@ -85,6 +79,7 @@ class LossJudge(PlainState):
             gate: smallest change to flag, nats.
             promise: half-width of the forecast's 95 % interval, nats.
             root_weight: sqrt(tokens averaged / reference tokens).
+            reference: residual of a run on the same data order at this step, nats; NaN where there is none.
         """
         residual = loss - forecast
         level, excursion = self.level, self.excursion
@@ -92,20 +87,28 @@ class LossJudge(PlainState):
         is_open = excursion.kind != ""
         last = level.noise.last
         alarms = level.update(step, loss, residual, gate, promise, root_weight, frozen=is_open and level.calibrated)
+        lost = False
+        if reference == reference:
+            paired = self.paired
+            found, lost = paired.update(step, loss, residual, reference, gate, root_weight, is_open)
+            if found:
+                alarms = found if alarms is None else alarms + found
         self.course.update(step, loss, forecast)
         spiking = self.spikes.update(step, outlier)
-        if not (is_open or alarms or outlier or loss <= TOO_GOOD * forecast):
+        if not (is_open or alarms or outlier or lost or loss <= TOO_GOOD * forecast):
             if level.calibrated:
                 ratio = self.noise_change.update(abs(residual - last) * root_weight, level.noise.sigma)
                 if ratio is not None:
-                    return [self._noise_event(step, ratio)]
+                    return [noise_event(step, ratio)]
             return None
         events: list[Event] = []
-        scene = _Scene(step, loss, forecast, residual, gate, promise, level.sigma)
+        scene = Scene(step, loss, forecast, residual, level.sigma)
         if is_open:
             clip = max(3.0 * promise if promise < math.inf else 0.0, 2.0 * LOST * (self.untrained - forecast))
-            if excursion.update(step, residual, level.level, level.sigma, gate, promise, clip):
+            if self._update_excursion(step, residual, gate, promise, clip):
                 return [self._close(step, recovery_sentence(excursion, forecast, level.sigma), forecast)]
+        if lost:
+            events.append(pairing_lost_event(step, self.paired.pairing.correlation))
         if loss <= TOO_GOOD * forecast:
             self._raise(events, scene, "too_good", Severity.CRITICAL, -1, step, loss / forecast, TOO_GOOD, residual)
         if spiking:
@@ -114,7 +117,7 @@ class LossJudge(PlainState):
             self._raise(events, scene, "spike", Severity.WARNING, 1, onset, count, float(NEEDED), size)
         elif outlier and not is_open and level.observation - self.last_outlier >= OUTLIER_PAUSE:
             self.last_outlier = level.observation
-            events.append(self._outlier_event(scene))
+            events.append(outlier_event(scene, level.level))
         for alarm in alarms or ():
             self._alarm(events, scene, alarm)
         if excursion.kind and excursion.sign > 0:
@@ -131,6 +134,7 @@ class LossJudge(PlainState):
         if self.excursion.kind:
             events.append(self._close(step, f"closed at step {step}: {reason}.", forecast))
         self.level.anchor(keep_noise=keep_noise)
+        self.paired.anchor()
         self.spikes.reset()
         self.noise_change = NoiseChange()
         return events
@@ -141,6 +145,7 @@ class LossJudge(PlainState):
         if self.excursion.kind:
             events.append(self._close(step, f"closed: the run went back to step {step}.", forecast))
         self.level.rest()
+        self.paired.rest()
         self.level.baseline.drop_waiting()
         self.level.skip()
         self.spikes.reset()
@@ -165,7 +170,16 @@ class LossJudge(PlainState):
         sigma = PRIOR_FACTOR * prior_sigma(forecast, self.reference_tokens) / root_weight
         return excess > max(SIGMAS * sigma, SHARE * forecast)
 
-    def _alarm(self, events: list[Event], scene: "_Scene", alarm: Alarm) -> None:
+    def _update_excursion(self, step: int, residual: float, gate: float, promise: float, clip: float) -> bool:
+        excursion, paired = self.excursion, self.paired
+        if "paired" in excursion.criteria and paired.used:
+            # What the paired tests saw may be far too small to be followed in the unpaired noise.
+            level = paired.level
+            return excursion.update(step, paired.residual, level.level, level.sigma, gate, promise, clip)
+        level = self.level
+        return excursion.update(step, residual, level.level, level.sigma, gate, promise, clip)
+
+    def _alarm(self, events: list[Event], scene: Scene, alarm: Alarm) -> None:
         excursion = self.excursion
         certain = alarm.criterion in ("certified", "off_forecast")
         if excursion.kind == "spike" and alarm.sign > 0:
@@ -194,7 +208,7 @@ class LossJudge(PlainState):
     def _raise(
         self,
         events: list[Event],
-        scene: "_Scene",
+        scene: Scene,
         kind: str,
         severity: Severity,
         sign: int,
@@ -209,7 +223,8 @@ class LossJudge(PlainState):
         excursion = self.excursion
         criterion = criterion or kind
         if not excursion.kind:
-            origin = 0.0 if kind in ("off_forecast", "too_good") else self.level.level
+            level = self.paired.level if criterion == "paired" else self.level
+            origin = 0.0 if kind in ("off_forecast", "too_good") else level.level
             excursion.open(kind=kind, sign=sign, onset=onset, step=scene.step, size=size, origin=origin)
             self.level.baseline.drop_waiting()
             self.runaway.reset()
@@ -227,7 +242,7 @@ class LossJudge(PlainState):
         sentence = level_sentence(excursion, size, scene.forecast, sigma, rollback=rollback, notes=notes)
         events.append(self._event(sentence, scene.forecast, size=size))
 
-    def _notes(self, scene: "_Scene", severity: Severity, rule: str) -> tuple[str, ...]:
+    def _notes(self, scene: Scene, severity: Severity, rule: str) -> tuple[str, ...]:
         excursion = self.excursion
         notes = [rule] if rule else []
         if severity == Severity.CERTIFIED:
@@ -243,7 +258,7 @@ class LossJudge(PlainState):
                 notes.append(label)
         return tuple(notes)
 
-    def _look_for_runaway(self, events: list[Event], scene: "_Scene") -> None:
+    def _look_for_runaway(self, events: list[Event], scene: Scene) -> None:
         excursion, level = self.excursion, self.level.level
         holding = excursion.kind == "spike" and scene.step - excursion.detected < SPIKE_HOLD
         if holding or "runaway" in excursion.criteria or not scene.sigma > 0.0:
@@ -291,7 +306,7 @@ class LossJudge(PlainState):
             sentence=sentence,
         )
 
-    def _end_spike(self, scene: "_Scene", successor: str) -> Event:
+    def _end_spike(self, scene: Scene, successor: str) -> Event:
         sentence = f"the spike of step {self.excursion.onset} did not return and goes on as {successor}."
         event = self._event(sentence, scene.forecast, closed=scene.step)
         self.excursion.clear()
@@ -301,48 +316,6 @@ class LossJudge(PlainState):
         event = self._event(sentence, forecast, closed=step)
         self.excursion.clear()
         self.level.rest()
+        self.paired.rest()
         self.runaway.reset()
         return event
-
-    def _outlier_event(self, scene: "_Scene") -> Event:
-        excess = scene.residual - self.level.level
-        known = scene.sigma > 0.0
-        return note(
-            "outlier",
-            scene.step,
-            f"one outlier at step {scene.step}: {size_words(excess, scene.forecast, scene.sigma if known else 0.0)}; "
-            f"three of five would be a spike; the next {OUTLIER_PAUSE} observations report no other lone one.",
-            size_nats=excess,
-            size_percent=percent(excess, scene.forecast),
-            size_sigma=excess / scene.sigma if known else None,
-            statistic=excess / scene.sigma if known else None,
-            threshold=SIGMAS,
-        )
-
-    def _noise_event(self, step: int, ratio: float) -> Event:
-        limit = NoiseChange.HIGH if ratio > 1.0 else NoiseChange.LOW
-        return note(
-            "noise_changed",
-            step,
-            f"the noise of the loss is {ratio:.2f} times what it was, for {NoiseChange.PATIENCE} observations (limit "
-            f"{limit}): has the batch size, the data or the logging changed? Declare it with expect().",
-            statistic=ratio,
-            threshold=limit,
-        )
-
-
-class _Scene:
-    """One observation as the helpers above see it; all in nats."""
-
-    __slots__ = ("forecast", "gate", "loss", "promise", "residual", "sigma", "step")
-
-    def __init__(
-        self, step: int, loss: float, forecast: float, residual: float, gate: float, promise: float, sigma: float
-    ) -> None:
-        self.step = step
-        self.loss = loss
-        self.forecast = forecast
-        self.residual = residual
-        self.gate = gate
-        self.promise = promise
-        self.sigma = sigma

@@ -3,8 +3,9 @@
 import math
 
 from trajectory_guard.detect.events import Event, Severity
-from trajectory_guard.detect.judge import LossJudge, note
+from trajectory_guard.detect.judge import LossJudge
 from trajectory_guard.detect.level import CALIBRATION, SMOOTHED_ABOVE
+from trajectory_guard.detect.notes import note
 from trajectory_guard.detect.replayed import TOLERANCE_NATS
 from trajectory_guard.detect.state import PlainState
 from trajectory_guard.detect.units import first_loss_problem

@@ -1,0 +1,207 @@
+"""Watcher: what happens to one observation, part by part; the guard around it reports and acts."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trajectory_guard.detect.channels import ChannelWatch
+from trajectory_guard.detect.declared import Declared
+from trajectory_guard.detect.events import Event, Stage, Verdict
+from trajectory_guard.detect.judge import LossJudge
+from trajectory_guard.detect.nonfinite import NonFiniteWatch
+from trajectory_guard.detect.notes import note
+from trajectory_guard.detect.onlookers import Onlookers
+from trajectory_guard.detect.replayed import Replayed
+from trajectory_guard.detect.state import PlainState
+from trajectory_guard.expectation import Expectation
+from trajectory_guard.forecast import Forecast
+from trajectory_guard.paired import PairedReference
+
+__all__ = ["Watcher"]
+
+logger = logging.getLogger("trajectory_guard")
+
+
+class Watcher:
+    """The parts of a guard that judge, in the order in which they see an observation.
+
+    Args:
+        forecast: what the loss should be.
+        loss_scaler: a lone non-finite loss is normal.
+        paired: residuals of a run on the same data order.
+        channel_forecasts: what other scalars should be, by name.
+    """
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        *,
+        loss_scaler: bool,
+        paired: PairedReference | None,
+        channel_forecasts: Mapping[str, Forecast],
+    ) -> None:
+        plan = forecast.plan
+        self.expectation = Expectation(forecast)
+        self.warmup_end = math.ceil(float(plan.step_at(plan.schedule.warmup)) - 1e-9)
+        vocabulary = plan.recipe.vocab_size
+        self.judge = LossJudge()
+        self.onlookers = Onlookers(
+            uniform_nats=math.log(vocabulary) if vocabulary and vocabulary > 1 else math.nan,
+            first_judged_step=max(forecast.first_step, self.warmup_end + 1),
+            last_step=plan.total_steps,
+        )
+        self.non_finite = NonFiniteWatch(loss_scaler=loss_scaler)
+        self.replayed = Replayed()
+        self.declared = Declared()
+        self.channels: dict[str, ChannelWatch] = {}
+        self.last_step = 0
+        self.frontier = 0
+        self._paired = paired
+        self._channel_courses = {name: Expectation(course) for name, course in channel_forecasts.items()}
+        self._root_weight = 1.0
+        self._weighed_tokens = math.nan
+        self._broken: set[str] = set()
+
+    def observe(self, step: int, loss: float, tokens: float | None, channels: Mapping[str, float] | None) -> Verdict:
+        """Judge one observation; what a part finds or breaks never keeps the others from seeing it."""
+        expected, lower, upper, gate, promise = self.expectation.at(step)
+        shift = self.declared.shift
+        if shift:
+            expected, lower, upper = expected + shift, lower + shift, upper + shift
+        known = expected == expected
+        finite = loss - loss == 0.0
+        repeated = step == self.last_step
+        events: list[Event] = []
+        if step < self.last_step:
+            self._try("rewind", events, self._go_back, step, expected)
+        self._try("non_finite", events, self.non_finite.update, step, loss, expected)
+        if not repeated:
+            self._try("onlookers", events, self.onlookers.before, step, loss, known, self.judge)
+            self.last_step = step
+        if step <= self.frontier:
+            self._try("replayed", events, self._compare, step, loss)
+        else:
+            self.frontier = step
+            if finite:
+                self.replayed.remember(step, loss)
+        if step >= self.declared.next_step and known:
+            self._try("declared", events, self.declared.begin, step, expected, self.judge)
+        stage = self._stage(step, known)
+        if not finite:
+            self.judge.skip()
+        elif not repeated and (stage == "calibrating" or stage == "watching"):
+            promised = math.inf if self.declared.suspended else promise
+            self._try("judge", events, self._weigh_and_judge, step, loss, expected, gate, promised, tokens)
+            self._try("onlookers", events, self.onlookers.after, step, self.judge)
+            if self.declared.kind:
+                self._try("declared", events, self.declared.finish, step, expected, self.judge)
+        if channels and not repeated and step > self.warmup_end:
+            for name, value in channels.items():
+                self._try(f"channel {name}", events, self._watch_channel, name, step, value)
+
+        level = self.judge.level
+        residual = loss - expected
+        watching = stage == "watching"
+        return Verdict(
+            step,
+            loss,
+            expected,
+            lower,
+            upper,
+            residual,
+            residual / level.sigma if level.sigma > 0.0 else math.nan,
+            stage,
+            level.statistic if watching else math.nan,
+            level.threshold if watching else math.nan,
+            tuple(events),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as plain Python values."""
+        return {
+            "last_step": self.last_step,
+            "frontier": self.frontier,
+            "root_weight": self._root_weight,
+            "weighed_tokens": None if math.isnan(self._weighed_tokens) else self._weighed_tokens,
+            "channels": {name: channel.state() for name, channel in self.channels.items()},
+            **{name: part.state() for name, part in self._parts().items()},
+        }
+
+    def load_state(self, content: Mapping[str, Any]) -> None:
+        """Take over a state that `state` returned."""
+        for name, part in self._parts().items():
+            part.load_state(content[name])
+        self.channels = {}
+        for name, state in content["channels"].items():
+            self.channels[name] = ChannelWatch()
+            self.channels[name].load_state(state)
+        self.last_step, self.frontier = int(content["last_step"]), int(content["frontier"])
+        self._root_weight = float(content["root_weight"])
+        weighed = content["weighed_tokens"]
+        self._weighed_tokens = math.nan if weighed is None else float(weighed)
+
+    def _parts(self) -> dict[str, PlainState]:
+        return {
+            "judge": self.judge,
+            "onlookers": self.onlookers,
+            "non_finite": self.non_finite,
+            "replayed": self.replayed,
+            "declared": self.declared,
+        }
+
+    def _stage(self, step: int, known: bool) -> Stage:
+        if not known:
+            return "no_forecast"
+        if step <= self.warmup_end:
+            return "warm_up"
+        return "watching" if self.judge.level.calibrated else "calibrating"
+
+    def _weigh_and_judge(
+        self, step: int, loss: float, expected: float, gate: float, promise: float, tokens: float | None
+    ) -> list[Event] | None:
+        planned = self.expectation.batch_tokens(step)
+        averaged = planned if tokens is None else tokens
+        found = None
+        if averaged != self._weighed_tokens:
+            found = self.onlookers.weigh(step, averaged, planned, self.judge)
+            self._weighed_tokens = averaged
+            self._root_weight = self.onlookers.root_weight
+        reference = math.nan if self._paired is None else self._paired.at(step)
+        events = self.judge.observe(step, loss, expected, gate, promise, self._root_weight, reference)
+        return events if found is None else found + (events or [])
+
+    def _compare(self, step: int, loss: float) -> list[Event] | None:
+        if not math.isfinite(loss):
+            return None
+        found = self.replayed.compare(step, loss)
+        return None if found is None else [self.onlookers.replayed_event(step, *found)]
+
+    def _watch_channel(self, name: str, step: int, value: float) -> list[Event] | None:
+        channel = self.channels.get(name)
+        if channel is None:
+            channel = self.channels[name] = ChannelWatch()
+        course = self._channel_courses.get(name)
+        return channel.update(name, step, value, math.nan if course is None else course.at(step)[0])
+
+    def _go_back(self, step: int, expected: float) -> list[Event]:
+        """The run went back: the level and the noise are known, every statistic starts at zero."""
+        self.replayed.begin()
+        sentence = (
+            f"the run went back from step {self.last_step} to step {step}: statistics start anew, level and noise are "
+            "kept, and losses of steps trained again are compared with the remembered ones."
+        )
+        return [note("rewound", step, sentence), *self.judge.rewind(step, expected)]
+
+    def _try(self, name: str, events: list[Event], call: Callable[..., list[Event] | None], *args: Any) -> None:
+        """Collect events of one part; a part that fails is reported once and switched off: training goes on."""
+        if name in self._broken:
+            return
+        try:
+            found = call(*args)
+        except Exception as error:
+            self._broken.add(name)
+            logger.error("the guard's part %r failed and is switched off; training goes on", name, exc_info=error)
+            return
+        if found:
+            events.extend(found)
