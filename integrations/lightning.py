@@ -91,7 +91,7 @@ class _GuardHooks:
         self.guard: TrajectoryGuard | None = None
         self._intake: LossIntake | None = None
         self._restored: Mapping[str, Any] | None = None
-        self._step = self._global_step = 0
+        self._global_step = 0
         self._stopping = False
 
     @property
@@ -101,7 +101,7 @@ class _GuardHooks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the step just ended, losses not yet judged included."""
-        return {} if self._intake is None else {"step": self._step, "intake": self._intake.state_dict()}
+        return {} if self._intake is None else self._intake.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `on_train_start`, where the guard is built."""
@@ -109,7 +109,7 @@ class _GuardHooks:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Runs when checkpoint and dataloaders are loaded, before the first batch: builds the guard."""
-        self._step = self._global_step = trainer.global_step
+        self._global_step = trainer.global_step
         total = trainer.estimated_stepping_batches
         if not pl_module.automatic_optimization and len(trainer.optimizers) > 1:
             if self._config.plan is None and self._config.tokens_per_step is not None:
@@ -125,10 +125,9 @@ class _GuardHooks:
         )
         self.guard, self._stopping = self._intake.guard, False
         if self._restored is not None:
-            self._step = self._restored["step"]
-            self._intake.load_state_dict(self._restored["intake"])
-            self.guard.note_checkpoint(self._step)
-            self._say(trainer, f"state of step {self._step:,} restored from the checkpoint")
+            self._intake.load_state_dict(self._restored)
+            self.guard.note_checkpoint(self._intake.step)
+            self._say(trainer, f"state of step {self._intake.step:,} restored from the checkpoint")
         elif trainer.global_step:
             self._say(trainer, f"WARNING: the checkpoint has no state under {self.state_key!r}; the guard starts anew")
         self._restored = None
@@ -148,11 +147,12 @@ class _GuardHooks:
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        self._step = trainer.global_step if pl_module.automatic_optimization else self._step + 1
-        self._intake.end_step(self._step)
+        self._intake.end_step(trainer.global_step if pl_module.automatic_optimization else None)
         if self.guard.checkpoint_requested:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-            trainer.save_checkpoint(Path(folder) / f"{self._config.name.replace('/', '-')}-step={self._step}.ckpt")
+            trainer.save_checkpoint(
+                Path(folder) / f"{self._config.name.replace('/', '-')}-step={self._intake.step}.ckpt"
+            )
         if self.guard.should_stop and not self._stopping:
             self._stopping = trainer.should_stop = True
             if (trainer.min_steps or 0) > trainer.global_step or (trainer.min_epochs or 0) > trainer.current_epoch + 1:
@@ -162,13 +162,13 @@ class _GuardHooks:
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Runs for every checkpoint on every rank: an event may name it as the one to roll back to."""
-        if self.guard is not None:
-            self.guard.note_checkpoint(self._step)
+        if self._intake is not None and self._intake.step:
+            self._intake.guard.note_checkpoint(self._intake.step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Runs after the last step: judges what is on its way and closes the sinks."""
         if self._intake is not None:
-            self._intake.__exit__(None, None, None)
+            self._intake.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Runs instead of `on_train_end`, after KeyboardInterrupt too: judges and flushes the same."""

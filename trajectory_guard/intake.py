@@ -64,7 +64,7 @@ class LossIntake:
     step at the same moment and a stop is decided everywhere at once. `drain` judges what is left.
 
     Args:
-        guard: the guard that judges.
+        guard: the guard that judges; the intake's own `step` is the last one ended, 0 before the first.
         lag: steps between a device loss and its verdict, at least 1.
         average_ranks: average over all ranks of the default process group, where there is one, with one all-reduce of a
             handful of numbers per `end_step`. Every rank must then call `end_step` for the same steps. Leave it off
@@ -93,6 +93,7 @@ class LossIntake:
         self.guard = guard
         self.lag = lag
         self.average_ranks = average_ranks
+        self.step = 0
         self._pending: deque[_Observation] = deque()
         self._ring: list[Tensor | None] = [None] * (lag + 1)
         self._copies = 0
@@ -156,11 +157,11 @@ class LossIntake:
         self._sum = self._sum + term
         self._weight = self._weight + weight
 
-    def end_step(self, step: int, *, channels: Mapping[str, Scalar] | None = None) -> tuple[Verdict, ...]:
+    def end_step(self, step: int | None = None, *, channels: Mapping[str, Scalar] | None = None) -> tuple[Verdict, ...]:
         """Close the step in progress after its optimizer update.
 
         Args:
-            step: 1-based optimizer step.
+            step: 1-based optimizer step; by default the one after the last.
             channels: other scalars to watch, by name; averaged over ranks with the loss, so every rank gives the same.
 
         Returns:
@@ -170,6 +171,7 @@ class LossIntake:
         values: list[Scalar] = [self._sum, self._weight, 1.0, *(_scalar(n, v) for n, v in channels.items())]
         counted = self._counted
         self._open_window()
+        self.step = step = self.step + 1 if step is None else step
         if self._off:
             return ()
         if self.average_ranks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -194,20 +196,26 @@ class LossIntake:
         if self._micro_batches:
             window = [float(self._sum), float(self._weight), self._counted, self._micro_batches]
         pending = [[p.step, list(p.read()), list(p.channels), p.counted] for p in self._pending]
-        return {"guard": self.guard.state_dict(), "window": window, "pending": pending}
+        return {"guard": self.guard.state_dict(), "step": self.step, "window": window, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, from any framework's run; a guard's own state is taken as well."""
         if "guard" not in state:
             self.guard.load_state_dict(state)
+            self.step = self.guard.last_step
             return
         self.guard.load_state_dict(state["guard"])
+        self.step = state["step"]
         self._open_window()
         if state["window"] is not None:
             self._sum, self._weight, self._counted, self._micro_batches = state["window"]
         self._pending = deque(
             _Observation(step, list(values), tuple(names), counted) for step, values, names, counted in state["pending"]
         )
+
+    def close(self) -> None:
+        """Judge what is on its way and close the guard with its sinks; leaving the context does the same."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self

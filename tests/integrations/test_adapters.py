@@ -1,0 +1,92 @@
+"""The same promises, kept by every adapter of the registry, in the real frameworks."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_path = Path(__file__).with_name("adapters.py")
+_spec = importlib.util.spec_from_file_location("adapters", _path)
+assert _spec is not None and _spec.loader is not None
+registry = sys.modules["adapters"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(registry)
+ADAPTERS, Job = registry.ADAPTERS, registry.Job
+
+pytestmark = [
+    pytest.mark.parametrize("name", ADAPTERS),
+    # The frameworks' own warnings about loaders, checkpoints and versions are not under test.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def means(losses: list[float], accumulation: int) -> list[float]:
+    windows = [losses[i : i + accumulation] for i in range(0, len(losses), accumulation)]
+    return [sum(window) / len(window) for window in windows]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_step_is_seen_once_with_its_number_and_the_mean_of_its_micro_batches(
+    name: str, accumulation: int, tmp_path: Path
+):
+    result = ADAPTERS[name](Job(folder=tmp_path, accumulation=accumulation, stop_after=7))
+    assert [v.step for v in result.verdicts] == list(range(1, 8))
+    assert [v.loss for v in result.verdicts] == pytest.approx(means(result.losses, accumulation), rel=1e-6)
+
+
+def test_a_watched_run_is_bit_identical(name: str, tmp_path: Path):
+    plain = ADAPTERS[name](Job(folder=tmp_path, watched=False, stop_after=7))
+    watched = ADAPTERS[name](Job(folder=tmp_path, stop_after=7))
+    assert plain.losses == watched.losses
+    assert all(torch.equal(a, b) for a, b in zip(plain.weights, watched.weights, strict=True))
+
+
+def test_a_nan_stops_the_run_cleanly_at_its_step(name: str, tmp_path: Path):
+    result = ADAPTERS[name](Job(folder=tmp_path, nan_at=5, actions={"critical": "stop"}))
+    assert result.steps == 5
+    assert [(e.kind, e.detected) for e in result.guard.events] == [("non_finite", 5)]
+
+
+def test_a_resumed_run_gives_the_verdicts_and_the_state_of_one_that_never_stopped(name: str, tmp_path: Path):
+    whole = ADAPTERS[name](Job(folder=tmp_path, save_at=10, nan_at=13, stop_after=20))
+    resumed = ADAPTERS[name](Job(folder=tmp_path, save_at=10, nan_at=13, stop_after=20, resume=True))
+    assert [repr(v) for v in resumed.verdicts] == [repr(v) for v in whole.verdicts[10:]]
+    assert resumed.guard.events == whole.guard.events
+    assert json.dumps(resumed.state) == json.dumps(whole.state)
+
+
+def test_the_state_of_another_frameworks_run_is_carried_over_exactly(name: str, tmp_path: Path):
+    other = ADAPTERS["raw"](Job(folder=tmp_path, stop_after=10))
+    watched = ADAPTERS[name](Job(folder=tmp_path, stop_after=12, state=other.state))
+    # The other run ended at step 10: this one, from step 1 on, trains the same steps again, and they agree.
+    assert [e.kind for e in watched.guard.events][:1] in ([], ["rewound"])
+    state = watched.state["guard"]
+    assert state["frontier"] == 12 and state["version"] == other.state["guard"]["version"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All adapters on two gloo ranks; the frameworks are imported once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(_path), "2", str(folder)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+def test_two_ranks_agree_on_every_number_and_stop_together(name: str, two_ranks: Path):
+    first, second = (json.loads((two_ranks / f"{name}-{rank}.json").read_text()) for rank in range(2))
+    for well, other in zip(first, second, strict=True):
+        assert well["losses"] == other["losses"]
+        assert well["steps"] == other["steps"]
+        assert well["events"] == other["events"]
+        assert well["collectives"] == other["collectives"]
+    expected = [(a + b) / 2 for a, b in zip(means(first[0]["own"], 2), means(second[0]["own"], 2), strict=True)]
+    assert [float(loss) for loss in first[0]["losses"]] == pytest.approx(expected, rel=1e-6)
+    # The second rank alone got the NaN; both stopped at its step.
+    assert first[1]["steps"] == second[1]["steps"] == 5
+    assert first[1]["losses"][-1] == "nan"
