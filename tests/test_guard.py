@@ -517,7 +517,7 @@ def faulty_losses(forecast: Forecast) -> np.ndarray:
     return losses
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, STEPS - 1))
 def test_a_resumed_guard_gives_the_verdicts_of_one_that_never_stopped(k):
     forecast = make_forecast()

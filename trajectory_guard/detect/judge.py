@@ -17,6 +17,9 @@ from trajectory_guard.detect.wording import level_sentence, percent, recovery_se
 
 __all__ = ["LossJudge"]
 
+CERTAIN = frozenset({"certified", "certified_paired", "off_forecast"})
+PAIRED = frozenset({"paired", "certified_paired"})
+"""Criteria with a proved bound, and criteria of the paired stream."""
 SPIKE_HOLD = 32
 """Observations after a spike's flag in which CUSUM warnings wait: most spikes are over by then."""
 TOO_GOOD = 0.05
@@ -172,7 +175,7 @@ class LossJudge(PlainState):
 
     def _update_excursion(self, step: int, residual: float, gate: float, promise: float, clip: float) -> bool:
         excursion, paired = self.excursion, self.paired
-        if "paired" in excursion.criteria and paired.used:
+        if paired.used and not PAIRED.isdisjoint(excursion.criteria):
             # What the paired tests saw may be far too small to be followed in the unpaired noise.
             level = paired.level
             return excursion.update(step, paired.residual, level.level, level.sigma, gate, promise, clip)
@@ -181,7 +184,7 @@ class LossJudge(PlainState):
 
     def _alarm(self, events: list[Event], scene: Scene, alarm: Alarm) -> None:
         excursion = self.excursion
-        certain = alarm.criterion in ("certified", "off_forecast")
+        certain = alarm.criterion in CERTAIN
         if excursion.kind == "spike" and alarm.sign > 0:
             if not certain and scene.step - excursion.detected < SPIKE_HOLD:
                 return
@@ -223,7 +226,7 @@ class LossJudge(PlainState):
         excursion = self.excursion
         criterion = criterion or kind
         if not excursion.kind:
-            level = self.paired.level if criterion == "paired" else self.level
+            level = self.paired.level if criterion in PAIRED else self.level
             origin = 0.0 if kind in ("off_forecast", "too_good") else level.level
             excursion.open(kind=kind, sign=sign, onset=onset, step=scene.step, size=size, origin=origin)
             self.level.baseline.drop_waiting()

@@ -15,10 +15,10 @@ WINDOW = 256
 FIRST = 64
 """Pairs before the reference is used at all."""
 REFRESH = 32
-USEFUL = 0.5
-"""Correlation from which pairing is on: at 0.5 it already removes 13 % of the noise (sd); runs that share a data order
-have 0.996-0.999, runs that do not about 0."""
-LOST = 0.3
+USEFUL = 0.8
+"""Correlation from which pairing is on: at 0.8 it removes 40 % of the noise (sd); runs that share a data order have
+0.996-0.999, runs that do not about 0."""
+LOST = 0.6
 """Correlation below which it is off again, so that it does not flicker."""
 
 
@@ -55,6 +55,10 @@ class Pairing(PlainState):
             self._learn()
         return paired
 
+    def drop(self) -> None:
+        """Switch off and forget what was learnt."""
+        self.__init__()
+
     def _learn(self) -> None:
         # Differences of neighbours: blind to a level that one of the runs has left, which is what is looked for.
         order = [*range(self.position, len(self.own)), *range(self.position)]
@@ -68,6 +72,10 @@ class Pairing(PlainState):
             self.slope = slope
 
 
+SHORT = 8.0
+"""Observations of the running means that tell within a few steps that a reference has ended to fit."""
+SMOOTHS = 0.75
+"""Ratio of paired to raw differences up to which paired alarms count; at correlation 0.8 it is 0.6."""
 FAST_CLIP, FAST_DRIFT, FAST_THRESHOLD = 4.0, 1.0, 12.0
 """Fast test on paired residuals: their tails are light enough for it. In sigmas; measured by
 tests/benchmarks/detection.py."""
@@ -79,7 +87,7 @@ class PairedWatch(PlainState):
     `residual` and `used` tell of the latest observation: its paired residual, and whether there was one.
     """
 
-    __slots__ = ("fast_down", "fast_up", "level", "pairing", "residual", "used")
+    __slots__ = ("before", "fast_down", "fast_up", "level", "pairing", "raw", "residual", "rough", "smooth", "used")
 
     def __init__(self) -> None:
         self.pairing = Pairing()
@@ -87,6 +95,11 @@ class PairedWatch(PlainState):
         self.fast_up, self.fast_down = Cusum(), Cusum()
         self.residual = 0.0
         self.used = False
+        # Of the latest observation: raw and paired residual; running means of their absolute differences.
+        self.before = math.nan
+        self.raw = math.nan
+        self.rough = 0.0
+        self.smooth = 0.0
 
     def rest(self) -> None:
         """Set every statistic to zero: an excursion has ended."""
@@ -121,11 +134,14 @@ class PairedWatch(PlainState):
         if paired is None:
             return None, False
         self.used, self.residual = True, paired
+        if self._fell_apart(residual, paired):
+            self.pairing.drop()
+            self.anchor()
+            return None, True
         level = self.level
         alarms = level.update(step, loss, paired, gate, math.inf, root_weight, frozen and level.calibrated) or []
         for alarm in alarms:
-            if alarm.criterion != "certified":
-                alarm.criterion = "paired"
+            alarm.criterion = "certified_paired" if alarm.criterion == "certified" else "paired"
         if level.observation > CALIBRATION:
             u = level.u
             drift = max(FAST_DRIFT, gate / level.sigma)
@@ -135,7 +151,18 @@ class PairedWatch(PlainState):
                 if total >= FAST_THRESHOLD:
                     size = sign * cusum.raw_mean * level.sigma
                     alarms.append(Alarm("paired", sign, cusum.onset, total, FAST_THRESHOLD, size))
-        lost = was_active and not self.pairing.active
-        if lost:
+        if was_active and not self.pairing.active:
             self.anchor()
-        return alarms or None, lost
+            return None, True
+        # A level can only have moved if the pairing still smooths: else the reference's own noise is what is seen.
+        return (alarms or None) if self.smooth < SMOOTHS * self.rough else None, False
+
+    def _fell_apart(self, residual: float, paired: float) -> bool:
+        """Whether subtracting the reference has stopped making the residuals smoother."""
+        rough, smooth = abs(residual - self.raw), abs(paired - self.before)
+        self.raw, self.before = residual, paired
+        if rough != rough:
+            return False
+        self.rough += (rough - self.rough) / SHORT
+        self.smooth += (smooth - self.smooth) / SHORT
+        return self.smooth > self.rough > 0.0

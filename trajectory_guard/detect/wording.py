@@ -10,6 +10,7 @@ CRITERIA = {
     "mid": "mid CUSUM of clipped residuals {0:.1f} >= {1:.1f}",
     "slow": "slow CUSUM of clipped residuals {0:.1f} >= {1:.1f}",
     "paired": "CUSUM of residuals paired with the reference run {0:.1f} >= {1:.1f}",
+    "certified_paired": "certified change evidence paired with the reference run {0:.2g} >= {1:.0e}",
     "certified": "certified change evidence {0:.2g} >= {1:.0e}",
     "off_forecast": "certified evidence outside the forecast's 95 % interval {0:.2g} >= {1:.0e}",
     "spike": "{0:.0f} >= {1:.0f} outliers (> 5 sigma and > 2 %) among the last 5 observations",
