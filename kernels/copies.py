@@ -46,14 +46,14 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (pos,) = ctx.saved_tensors
-        return _rows(grad, pos).sum(1), None, None
+        return _rows(grad, pos).sum(1).to(grad.dtype), None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, pos, weights):
         ctx.save_for_backward(y, pos, weights)
-        return (_rows(y, pos) * weights.to(y.dtype)[:, :, None]).sum(1)
+        return (_rows(y, pos) * weights.to(y.dtype)[:, :, None]).sum(1).to(y.dtype)
 
     @staticmethod
     @once_differentiable

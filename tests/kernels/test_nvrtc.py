@@ -15,7 +15,7 @@ from trajectory_guard.kernels.nvrtc import KERNELS, Constants
 FULL = {"norm": True, "cutoff": True, "stats": True}
 LAYOUTS = [(8, 2, 0), (16, 4, 1), (32, 4, 2), (64, 8, 1), (128, 8, 2), (256, 8, 1), (512, 8, 0), (1024, 16, 1)]
 CASES = [("sm_90", *case) for case in LAYOUTS] + [
-    (arch, *case) for arch in ("sm_80", "sm_100") for case in (LAYOUTS[3], LAYOUTS[5], LAYOUTS[7])
+    (arch, *case) for arch in ("sm_80", "sm_100") for case in (LAYOUTS[0], LAYOUTS[5], LAYOUTS[7])
 ]
 
 
