@@ -54,15 +54,23 @@ def test_no_outlook_before_it_was_back_tested():
     assert outlook(made(), 300, float("nan")) is None
 
 
-def test_outlook_moves_the_end_by_three_quarters_of_what_was_seen():
+def test_outlook_moves_the_end_by_half_of_what_was_seen_at_half_time():
     loss = np.asarray(made().loss(STEPS)) * 1.01
     ratio = recent_log_ratio(made(), STEPS[:1000], loss[:1000])
     assert ratio == pytest.approx(np.log(1.01))
     seen = outlook(made(), 1000, ratio, level=0.95)
     assert seen is not None
-    assert np.log(seen.loss / made().loss(2000)) == pytest.approx(0.75 * np.log(1.01))
-    assert seen.upper / seen.loss == pytest.approx(np.exp(0.85 * 0.02))
+    assert np.log(seen.loss / made().loss(2000)) == pytest.approx(0.5 * np.log(1.01))
+    assert seen.upper / seen.loss == pytest.approx(np.exp(0.9 * 0.02))
     assert "final loss" in seen.describe()
+
+
+def test_outlook_becomes_the_present_and_narrows_towards_the_end():
+    seen = [outlook(made(), step, 0.01) for step in (400, 1400, 1800, 2000)]
+    moves = [np.log(o.loss / made().loss(2000)) / 0.01 for o in seen if o is not None]
+    np.testing.assert_allclose(moves, [0.5, 0.7, 0.9, 1.0])
+    widths = [np.log(o.upper / o.loss) / 0.01 for o in seen if o is not None]
+    np.testing.assert_allclose(widths, [0.9, 0.9, 0.7, 0.6])
 
 
 def test_recent_losses_skip_what_is_not_finite():
