@@ -3,6 +3,10 @@
 Every run takes about 3,000 steps with a batch in proportion to its size. The first few hundred steps are a
 transient in *optimizer steps*, so equal progress must mean equal steps; and equal tokens per active parameter
 with one schedule in progress is what a matched-progress forecast needs.
+
+Experts are kept busy by quantile balancing. Measured on six rung runs and the target each, it trains and forecasts as
+the sign rule does (losses within .7 % at one seed, .0 % on average; the target's error .5-.6 % on average and 1.4-1.8 %
+at most, against .6 % and 2.1 %), with a third of its max-violation at the target, .1 against .3-.4.
 """
 
 import platform
