@@ -10,7 +10,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import shim_library
-
 from trajectory_guard.kernels import fused, routing
 from trajectory_guard.kernels.nvrtc import BLOCK_TOKENS
 

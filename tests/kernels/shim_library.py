@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-
 from trajectory_guard.kernels.nvrtc import KERNELS, SOURCE, Constants, layout, pack
 
 HERE = Path(__file__).resolve().parent
@@ -29,13 +28,19 @@ def build_folder() -> Path:
     return folder
 
 
-def library(experts_or_layout, elem: int, block_tokens: int, source: str | None = None, flags: tuple[str, ...] = ()) -> Path:
+def library(
+    experts_or_layout, elem: int, block_tokens: int, source: str | None = None, flags: tuple[str, ...] = ()
+) -> Path:
     """Path of one compiled variant, compiled unless it is there."""
     group, per_lane = experts_or_layout if isinstance(experts_or_layout, tuple) else layout(experts_or_layout)
     text = SOURCE.read_text() if source is None else source
     identity = "\n".join(
-        [text, *((HERE / name).read_text() for name in ("shim.h", "shim.cpp")), f"{group} {per_lane} {elem}",
-         f"{block_tokens} {flags}"]
+        [
+            text,
+            *((HERE / name).read_text() for name in ("shim.h", "shim.cpp")),
+            f"{group} {per_lane} {elem}",
+            f"{block_tokens} {flags}",
+        ]
     )
     path = build_folder() / (hashlib.sha256(identity.encode()).hexdigest()[:24] + ".so")
     if path.exists():

@@ -22,7 +22,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 import routing_oracle as oracle  # noqa: E402
 import shim_library as shim  # noqa: E402
-
 from trajectory_guard.kernels.nvrtc import Constants, layout  # noqa: E402
 
 SIZES = (8, 16, 60, 64, 96, 128, 160, 256, 384, 512, 896)
@@ -183,7 +182,9 @@ def run_cells(sizes, topks, elems, orders, block_tokens, shard=(0, 1), source=No
                             launches += len(orders) + 1
                         if not (c.cutoff or c.stats):
                             terms = (7, 1, 2, 4, 3, 5, 6)[(k + bits) % 7]
-                            first, chosen, g = run_backward(lib, case, c, valid, terms, orders[0], block_tokens, case.tokens)
+                            first, chosen, g = run_backward(
+                                lib, case, c, valid, terms, orders[0], block_tokens, case.tokens
+                            )
                             check_backward(first, case, c, valid, terms, chosen, g, elem)
                             launches += 1
                             before = first.view["g"].tobytes()

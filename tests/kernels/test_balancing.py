@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-
 from trajectory_guard.kernels.balancing import (
     AuxLoss,
     Balancer,
@@ -238,7 +237,10 @@ def test_two_ranks_agree_and_equal_one_rank_with_the_whole_batch(tmp_path):
         ("rate must be positive", lambda: SignRule(4, 1, rate=0.0)),
         ("must not be negative", lambda: AuxLoss(4, 1, coefficient=-1.0)),
         ("needs the cutoff", lambda: QuantileBalancing(4, 1).observe(route(torch.zeros(2, 4), 1), torch.zeros(2, 4))),
-        ("needs the statistics", lambda: SignRule(4, 1).observe(route(torch.zeros(2, 4), 1, stats=False), torch.zeros(2, 4))),
+        (
+            "needs the statistics",
+            lambda: SignRule(4, 1).observe(route(torch.zeros(2, 4), 1, stats=False), torch.zeros(2, 4)),
+        ),
     ],
 )
 def test_bad_arguments_are_refused_in_words(message, call):

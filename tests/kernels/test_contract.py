@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import routing_oracle
 import torch
-
 from trajectory_guard.kernels import reference, routing
 
 INF, NAN = float("inf"), float("nan")
@@ -235,7 +234,9 @@ def test_line_10_padding_stays_out_of_counts_sums_and_histogram(backend):
     assert torch.equal(*hists) and hists[0].sum() == 40 * valid.sum()
 
 
-@pytest.mark.parametrize(("tokens", "n_experts", "k"), [(1, 1, 1), (1, 8, 8), (128, 16, 1), (129, 60, 4), (300, 256, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "n_experts", "k"), [(1, 1, 1), (1, 8, 8), (128, 16, 1), (129, 60, 4), (300, 256, 8)]
+)
 def test_permutation_is_the_stable_sort_by_expert(backend, tokens, n_experts, k):
     experts = route(backend, logits_of(backend, tokens, n_experts, step=0.25), k).experts
     order, pos, offs = routing.permute(experts, n_experts, backend=backend.name)

@@ -7,10 +7,10 @@ import re
 import cubin
 import pytest
 import torch
-
-from trajectory_guard.errors import MissingExtraError
 from trajectory_guard.kernels import fused, nvrtc, routing
 from trajectory_guard.kernels.nvrtc import KERNELS, Constants
+
+from trajectory_guard.errors import MissingExtraError
 
 FULL = {"norm": True, "cutoff": True, "stats": True}
 LAYOUTS = [(8, 2, 0), (16, 4, 1), (32, 4, 2), (64, 8, 1), (128, 8, 2), (256, 8, 1), (512, 8, 0), (1024, 16, 1)]
@@ -41,7 +41,9 @@ def test_kernels_compile_without_spills_or_local_memory(arch, experts, topk, ele
 def test_every_layout_dtype_and_score_compiles_without_spills_or_local_memory(arch, sigmoid):
     for experts, _, _ in LAYOUTS:
         for elem in (0, 1, 2):
-            constants = Constants(experts=experts, topk=min(experts, 32), elem=elem, sigmoid=sigmoid, **(FULL | {"cutoff": experts > 32}))
+            constants = Constants(
+                experts=experts, topk=min(experts, 32), elem=elem, sigmoid=sigmoid, **(FULL | {"cutoff": experts > 32})
+            )
             check(*nvrtc.compile_cubin(constants, 0, arch), set(KERNELS))  # fmt: skip
 
 
@@ -67,7 +69,9 @@ def test_a_planted_error_and_a_planted_spill_are_noticed():
     with pytest.raises(AssertionError, match="packs other arguments"):
         check(*nvrtc.compile_cubin(Constants(experts=8), 2, "sm_90", source=broken), {"route_backward"})
     local = "volatile int spill[64]; spill[tokens % 64] = tokens; if (spill[wide % 64] == 7) return;\n"
-    broken = source.replace("  __shared__ float chosen[GROUPS * PADDED];", local + "  __shared__ float chosen[GROUPS * PADDED];")
+    broken = source.replace(
+        "  __shared__ float chosen[GROUPS * PADDED];", local + "  __shared__ float chosen[GROUPS * PADDED];"
+    )
     with pytest.raises(AssertionError, match="local memory"):
         check(*nvrtc.compile_cubin(Constants(experts=8), 2, "sm_90", source=broken), {"route_backward"})
 

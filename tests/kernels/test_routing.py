@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-
 from trajectory_guard.kernels import reference, routing
 from trajectory_guard.kernels.routing import RoutingError, last_backend, permute, qb_histogram_, route
 
@@ -162,8 +161,12 @@ BAD = {
     "experts must be int32": lambda: permute(torch.zeros(2, 1, dtype=torch.int64), 4),
     "n_experts must be": lambda: permute(torch.zeros(2, 1, dtype=torch.int32), 0),
     "holds an index of 7": lambda: permute(torch.full((2, 1), 7, dtype=torch.int32), 4),
-    r"hist must be int32 \[experts, bins\]": lambda: qb_histogram_(torch.zeros(4, 3), torch.zeros(2, 4), torch.zeros(2), 0, 1),
-    r"cutoff must be \[tokens\]": lambda: qb_histogram_(torch.zeros(4, 3, dtype=torch.int32), torch.zeros(2, 4), None, 0, 1),
+    r"hist must be int32 \[experts, bins\]": lambda: qb_histogram_(
+        torch.zeros(4, 3), torch.zeros(2, 4), torch.zeros(2), 0, 1
+    ),
+    r"cutoff must be \[tokens\]": lambda: qb_histogram_(
+        torch.zeros(4, 3, dtype=torch.int32), torch.zeros(2, 4), None, 0, 1
+    ),
     "needs the statistics": lambda: reference.z_loss(route(torch.zeros(2, 4), 1, stats=False)),
     "load_balance_loss needs": lambda: reference.load_balance_loss(route(torch.zeros(2, 4), 1, stats=False)),
 }

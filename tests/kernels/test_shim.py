@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import shim_library
 import shim_product
-
 from trajectory_guard.kernels.nvrtc import Constants
 
 PRODUCT = Path(__file__).with_name("shim_product.py")
@@ -86,7 +85,9 @@ def test_permutation_and_histogram_in_each_thread_order(n_experts, order):
     arena.view["hist"][...] = 5
     cutoff = np.full(case.tokens, 0.01, np.float32)
     bounds = np.array([-0.5, 0.5], np.float32)
-    lib.launch("histogram_rows", -(-case.tokens // 32), order, [case.bits.ctypes.data, at["rows"], case.tokens, case.wide])
+    lib.launch(
+        "histogram_rows", -(-case.tokens // 32), order, [case.bits.ctypes.data, at["rows"], case.tokens, case.wide]
+    )
     each = min(n_experts, 5)
     lib.launch("histogram_bins", -(-n_experts // each) * 2, order, [
         case.bits.ctypes.data, cutoff.ctypes.data, at["rows"], bounds.ctypes.data, case.valid_bytes.ctypes.data, at["hist"],
@@ -196,7 +197,9 @@ def test_the_shim_reports_divergence_and_deadlock(body, message):
     source = shim_library.SOURCE.read_text()
     start = source.index("  __shared__ u32 routed[PADDED * WORDS];\n  mark_routed(experts, (i64)blockIdx.x")
     broken = source[:start] + body.replace("; else", ";\n else") + "\n" + source[start:]
-    lib = shim_library.Shim(shim_library.library(8, 0, shim_product.PRODUCT_TOKENS, broken, ("-O0", "-Wno-unused-value")))
+    lib = shim_library.Shim(
+        shim_library.library(8, 0, shim_product.PRODUCT_TOKENS, broken, ("-O0", "-Wno-unused-value"))
+    )
     lib.set(Constants(experts=8, topk=1))
     with pytest.raises(shim_library.ShimError, match=message):
         lib.launch("permute_count", 1, 0, [0, 0, 0])
