@@ -25,6 +25,8 @@ COMMANDS = {
     "backtest": Command("hold rungs out and show how well each law forecasts them", "trajectory_guard.commands"),
     "inspect": Command("say what a fit holds, and draw it", "trajectory_guard.commands"),
     "plan": Command("say how many parameters and tokens a ladder recommends", "trajectory_guard.commands"),
+    "replay": Command("run a guard over a log and print what it would have said", "trajectory_guard.replay"),
+    "watch": Command("guard a running run from outside, by the log that it writes", "trajectory_guard.watch"),
 }
 """Subcommands in the order help shows them. A module is imported only for its own command."""
 
