@@ -13,7 +13,16 @@ from scipy.special import ndtr
 
 from trajectory_guard.errors import TrajectoryGuardError
 
-__all__ = ["LEVELS", "IntervalModel", "NestedError", "early_factor", "fit_interval", "quantile", "size_distance"]
+__all__ = [
+    "LEVELS",
+    "IntervalModel",
+    "LadderPrior",
+    "NestedError",
+    "early_factor",
+    "fit_interval",
+    "quantile",
+    "size_distance",
+]
 
 LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """Levels at which a forecast's half-width is tabulated."""
@@ -34,6 +43,21 @@ U_MEAN, U_SD = 0.85, 0.53
 
 EARLY = 0.05
 """Progress below which errors are larger: sqrt(1 + (0.05 / g)^2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderPrior:
+    """What ladders usually do, towards which the back-tests of one ladder are shrunk.
+
+    Args:
+        scale: typical relative error at ln size ratio 1.
+        between_ladders: sd of the logarithm of that between ladders.
+        between_targets: sd of the logarithm of the error between targets of one ladder.
+    """
+
+    scale: float = K0
+    between_ladders: float = TAU
+    between_targets: float = SIGMA
 
 
 class NestedError(NamedTuple):
@@ -141,7 +165,9 @@ class IntervalModel:
         return cls(**content)
 
 
-def fit_interval(errors: Sequence[NestedError], largest_params: float) -> IntervalModel:
+def fit_interval(
+    errors: Sequence[NestedError], largest_params: float, *, prior: LadderPrior | None = None
+) -> IntervalModel:
     """Set a ladder's interval from its nested back-tests, shrunk towards what ladders usually do.
 
         y_b = mean over fits of ln sqrt(error^2 + floor^2) - power ln d,  v = sigma^2 (1 + 0.5 (m - 1)) / m
@@ -151,21 +177,24 @@ def fit_interval(errors: Sequence[NestedError], largest_params: float) -> Interv
     Args:
         errors: one entry per fit of the j >= 2 smallest sizes and larger target; none for a ladder of two sizes.
         largest_params: active parameters of the largest rung of the full ladder.
+        prior: what ladders usually do; by default the constants of this file.
 
     Example:
         >>> fit_interval([], 1e9).scale
         0.0067
     """
+    usual = prior or LadderPrior()
+    tau, sigma = usual.between_ladders, usual.between_targets
     targets = sorted({e.target for e in errors})
     if not targets:
-        spread = math.hypot(TAU, SIGMA)
-        return _model(K0, spread, largest_params, 0)
+        return _model(usual.scale, math.hypot(tau, sigma), largest_params, 0)
     per_target = [float(np.mean([_log_scale(e) for e in errors if e.target == target])) for target in targets]
     m = len(targets)
-    variance = SIGMA**2 * (1.0 + CORRELATION * (m - 1)) / m
-    precision = 1.0 / TAU**2 + 1.0 / variance
-    log_scale = (math.log(K0) / TAU**2 + float(np.mean(per_target)) / variance) / precision
-    return _model(max(math.exp(log_scale), SHRINK_LIMIT * K0), math.sqrt(1.0 / precision + SIGMA**2), largest_params, m)
+    variance = sigma**2 * (1.0 + CORRELATION * (m - 1)) / m
+    precision = 1.0 / tau**2 + 1.0 / variance
+    log_scale = (math.log(usual.scale) / tau**2 + float(np.mean(per_target)) / variance) / precision
+    scale = max(math.exp(log_scale), SHRINK_LIMIT * usual.scale)
+    return _model(scale, math.sqrt(1.0 / precision + sigma**2), largest_params, m)
 
 
 def _log_scale(error: NestedError) -> float:
