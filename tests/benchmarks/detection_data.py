@@ -34,7 +34,7 @@ class Log:
 
 
 def smooth(loss: Array, *, width: float = 0.15, shortest: int = 100) -> Array:
-    """Local linear fit with tricube weights on the finite losses; half-width `width` of the step, at least `shortest`."""
+    """Local linear fit, tricube weights, of the finite losses; half-width `width` of the step, at least `shortest`."""
     n = len(loss)
     finite = np.isfinite(loss)
     at = np.flatnonzero(finite).astype(np.float64)
@@ -151,9 +151,9 @@ FAULTS = {
     "drift .1 %/100": lambda t, f: f * 1e-5 * t,
     "spike 5 %": lambda t, f: f * 0.05 * (t < 3),
     "spike 20 %": lambda t, f: f * 0.20 * (t < 3),
-    # The excess doubles every 100 steps from 0.1 % on.
-    "LR divergence": lambda t, f: f * 0.001 * np.minimum(2.0 ** (t / 100.0), 1e3),
-    # The forecast falls 0.5 % per 300 steps, the loss stays where it was.
-    "plateau": lambda t, f: f * (0.005 / 300) * t,
+    # The excess doubles every 100 steps from 0.05 % on.
+    "LR divergence": lambda t, f: f * 0.0005 * np.minimum(2.0 ** (t / 100.0), 1e3),
+    # The forecast falls 0.09 % per 100 steps, the loss stays where it was.
+    "plateau": lambda t, f: f * 9e-6 * t,
 }
 """Excess in nats at t steps after the fault, for a forecast f."""

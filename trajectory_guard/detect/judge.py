@@ -24,9 +24,9 @@ SPIKE_HOLD = 32
 """Observations after a spike's flag in which CUSUM warnings wait: most spikes are over by then."""
 TOO_GOOD = 0.05
 """Share of the forecast below which a loss cannot be true."""
-PRIOR_FACTOR = 3.0
-"""The noise expected of a batch size is multiplied by this: a logged loss may be one rank's micro-batch, 2-3 times
-noisier."""
+PRIOR_FACTOR = 2.0
+"""The noise expected of a batch size is multiplied by this until 20 observations have shown it: a logged loss may be
+one rank's micro-batch, 2-3 times noisier."""
 
 
 class LossJudge(PlainState):

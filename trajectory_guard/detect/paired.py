@@ -145,7 +145,9 @@ class PairedWatch(PlainState):
         if level.observation > CALIBRATION:
             u = level.u
             drift = max(FAST_DRIFT, gate / level.sigma)
-            clipped = min(FAST_CLIP, max(-FAST_CLIP, u))
+            # Above the gate as far as below it: a reference that fits very well must not be the slower for it.
+            limit = max(FAST_CLIP, drift + FAST_CLIP - FAST_DRIFT)
+            clipped = min(limit, max(-limit, u))
             for sign, cusum in ((1, self.fast_up), (-1, self.fast_down)):
                 total = cusum.update(step, sign * clipped, sign * u, drift, 2.0 * FAST_THRESHOLD)
                 if total >= FAST_THRESHOLD:
