@@ -3,8 +3,8 @@
     python tests/benchmarks/balancing.py                      # about ten minutes on two cores
     python tests/benchmarks/balancing.py --steps 100 --seeds 1
 
-Every row trains the example's model (width 20) from the same seeds on the same batches with one rule. Loads are those of
-each step's whole batch, before the update that they cause; max-violation, CV and dead experts are of the worst layer,
+Every row trains the example's model (width 20) from the same seeds on the same batches with one rule. Loads are those
+of each step's whole batch, before the update they cause; max-violation, CV and dead experts are of the worst layer,
 means over the last 10 steps; the loss is the mean over the last 10 % of the steps, without auxiliary losses.
 """
 

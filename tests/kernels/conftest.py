@@ -1,4 +1,4 @@
-"""The backends that every contract test runs on: plain torch, the CUDA source on the CPU, and a GPU where there is one."""
+"""The backends that contract tests run on: plain torch, the CUDA source on the CPU, and a GPU where there is one."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ NAN_NEGATIVE = np.array([0xFFC00000], np.uint32).view(np.float32)[0]
 
 
 def rows(n_experts: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """37 rows of float32 logits; the first `exact` have no near-ties, the first `finite` no NaN and no infinity of sums."""
+    """37 rows of float32 logits; the first `exact` have no near-ties, the first `finite` have finite statistics."""
     rng = np.random.default_rng(seed)
     grid = np.round(rng.normal(0, 1, (10, n_experts)) * 4) / 4  # many exact ties, none nearer than a quarter
     constant = np.repeat([[0.0], [-0.0], [3.5]], n_experts, 1)
@@ -130,10 +130,7 @@ class Oracle:
                 np.put_along_axis(ds, c, g, 1)
             if g_psum is not None:
                 ds = ds + np.where(keep[:, None], g_psum.astype(np.float64), 0.0)
-            if self.score == "softmax":
-                dx = s * (ds - (s * ds).sum(-1, keepdims=True))
-            else:
-                dx = ds * s * (1 - s)
+            dx = s * (ds - (s * ds).sum(-1, keepdims=True)) if self.score == "softmax" else ds * s * (1 - s)
             if g_lse is not None:
                 dx = dx + np.where(keep[:, None], g_lse.astype(np.float64)[:, None] * self.softmax, 0.0)
         return dx

@@ -1,4 +1,4 @@
-"""Build and call the kernels compiled for the CPU (shim.h, shim.cpp); numpy only, so that a sanitizer can be preloaded."""
+"""Build and call the kernels compiled for the CPU (shim.h, shim.cpp); numpy only: a sanitizer can be preloaded."""
 
 import ctypes
 import hashlib
@@ -15,6 +15,8 @@ HERE = Path(__file__).resolve().parent
 GUARD = 64
 FILL = 0xA5
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-variable", "-Wno-unused-parameter",
+            "-Wno-unused-function")  # fmt: skip
 MISMATCH = "argument sizes differ"
 
 
@@ -49,8 +51,8 @@ def library(
         copy = Path(folder) / "routing.cu"
         copy.write_text(text)
         made = Path(folder) / "made.so"
-        command = ["g++", "-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
-                   "-Wno-unknown-pragmas", "-Wno-unused-variable", "-Wno-unused-parameter", "-Wno-unused-function", f"-I{HERE}", f"-DGROUP={group}",
+        command = ["g++", "-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-ffp-contract=off", *WARNINGS,
+                   f"-I{HERE}", f"-DGROUP={group}",
                    f"-DPER_LANE={per_lane}", f"-DELEM={elem}", f"-DBLOCK_TOKENS={block_tokens}", f'-DSOURCE="{copy}"',
                    *flags, str(HERE / "shim.cpp"), "-o", str(made)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

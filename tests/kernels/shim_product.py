@@ -87,9 +87,9 @@ def run_forward(lib, case: Case, c: Constants, n: int, biased: bool, valid: bool
     lib.set(c)
     address = case.bits.ctypes.data
     lib.launch("route_forward", blocks, order, [
-        address, case.bias.ctypes.data if biased else 0, case.valid_bytes.ctypes.data if valid else 0, at["weights"],
-        at["experts"], at["lse"] if c.stats else 0, at["cutoff"] if c.cutoff else 0, at["part_counts"] if c.stats else 0,
-        at["part_psum"] if c.stats else 0, n, case.wide, SCALE,
+        address, case.bias.ctypes.data if biased else 0, case.valid_bytes.ctypes.data if valid else 0,
+        at["weights"], at["experts"], at["lse"] if c.stats else 0, at["cutoff"] if c.cutoff else 0,
+        at["part_counts"] if c.stats else 0, at["part_psum"] if c.stats else 0, n, case.wide, SCALE,
     ])  # fmt: skip
     if c.stats:
         lib.launch("route_reduce", -(-e // 32), order,

@@ -64,7 +64,7 @@ def test_line_1_float64_runs_in_float64_on_torch(backend):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_line_2_order_is_choice_descending_then_expert_ascending(backend, score, biased):
-    raw, exact, finite = routing_oracle.rows(60, seed=1)
+    raw, exact, _ = routing_oracle.rows(60, seed=1)
     bias = np.round(np.random.default_rng(0).normal(0, 1, 60) * 8).astype(np.float32) / 64 if biased else None
     truth = routing_oracle.Oracle(raw, score, bias)
     for k in (1, 7, 32):
