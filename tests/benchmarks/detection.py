@@ -173,7 +173,8 @@ def quiet(scale: float) -> None:
         warnings, certified, steps = false_alarms(pools[tokens], runs, tokens=tokens, **keywords)
         rate = 1e5 * warnings / steps
         print(
-            f"{label:32s}{steps:9,d} steps: {rate:5.2f} warnings per 100k, {certified} certified ({time.time() - start:.0f} s)"
+            f"{label:30s}{steps:10,d} steps: {rate:5.2f} warnings per 100k, {certified} certified",
+            f"in {time.time() - start:.0f} s",
         )
 
 
@@ -244,9 +245,8 @@ def paired(scale: float) -> None:
         false += len(flags(log.loss, guard, log.tokens))
         correlation = guard._watcher.judge.paired.pairing.correlation
         sharper = guard._watcher.judge.level.noise.sigma / guard._watcher.judge.paired.level.noise.sigma
-        print(
-            f"{log.name[-8:]}: +1 % after {delays_found[-1]} steps, correlation {correlation:.4f}, noise / {sharper:.1f}"
-        )
+        took = delays_found[-1]
+        print(f"{log.name[-8:]}: +1 % after {took} steps; correlation {correlation:.4f}, noise / {sharper:.1f}")
     print(f"median delay {np.median(delays_found):.0f}; false warnings {false} in {len(logs) - 1} healthy runs")
 
 

@@ -78,7 +78,8 @@ class Evidence(PlainState):
             m3 = (m3 + 1.0) * _C3 / (1.0 - a3 + 0.5 * a3 * a3)
             m4 = (m4 + 1.0) * _C4 / (1.0 - a4 + 0.5 * a4 * a4)
         self.masses = [m0, m1, m2, m3, m4]
-        self.statistic = statistic = (m0 + m1 + m2 + m3 + m4) / 5.0
-        if statistic > ALARM:
+        self.statistic = (m0 + m1 + m2 + m3 + m4) / 5.0
+        if self.statistic > ALARM:
             self.masses = [min(mass, CAP) for mass in self.masses]
-        return statistic
+            self.statistic = sum(self.masses) / 5.0
+        return self.statistic

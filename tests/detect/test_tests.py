@@ -1,0 +1,217 @@
+"""The small tests: baseline, CUSUM, spikes, runaway, units, replayed steps, excursions, channels, pairing."""
+
+import math
+
+import numpy as np
+import pytest
+
+from trajectory_guard.detect.baseline import Baseline, robust_level
+from trajectory_guard.detect.change import Cusum
+from trajectory_guard.detect.channels import ChannelWatch
+from trajectory_guard.detect.events import Event, Severity
+from trajectory_guard.detect.excursion import Excursion, rollback_step
+from trajectory_guard.detect.level import CALIBRATION, LevelWatch
+from trajectory_guard.detect.nonfinite import NonFiniteWatch
+from trajectory_guard.detect.paired import Pairing
+from trajectory_guard.detect.plateau import Course
+from trajectory_guard.detect.replayed import PAIRS, Replayed
+from trajectory_guard.detect.runaway import Runaway
+from trajectory_guard.detect.spike import Spikes
+from trajectory_guard.detect.units import first_loss_problem, ratio_hint
+
+
+def test_the_level_is_robust_to_skewed_outliers():
+    rng = np.random.default_rng(0)
+    values = 0.3 + 0.01 * rng.standard_normal(400)
+    values[::40] += 1.0
+    assert robust_level(values.tolist(), 0.01) == pytest.approx(0.3, abs=0.003)
+
+
+def test_the_baseline_never_sees_the_latest_320_observations():
+    baseline = Baseline()
+    baseline.calibrate([0.0] * 400, 1.0)
+    for _ in range(320):
+        baseline.add(1.0)
+    assert baseline.level == 0.0
+    for _ in range(32):
+        baseline.add(1.0)
+    assert baseline.level == pytest.approx(32 / 432)
+
+
+def test_cusum_equals_its_definition_and_knows_its_onset():
+    values = np.random.default_rng(0).standard_normal(500).tolist() + [1.0] * 50
+    cusum, total = Cusum(), 0.0
+    for step, value in enumerate(values, 1):
+        total = min(40.0, max(0.0, total + value - 0.3))
+        assert cusum.update(step, value, value, 0.3, 40.0) == pytest.approx(total)
+    partial = [sum(value - 0.3 for value in values[i:]) for i in range(len(values))]
+    # Page's maximum-likelihood onset: where the sum to the end is largest.
+    assert cusum.onset == 1 + int(np.argmax(partial))
+
+
+def test_three_outliers_of_five_are_a_spike_with_their_first_as_onset():
+    spikes = Spikes()
+    pattern = [True, False, True, False, True]
+    assert [spikes.update(step, bad) for step, bad in enumerate(pattern, 10)] == [False] * 4 + [True]
+    assert spikes.onset == 10
+    assert not spikes.update(15, False) and not spikes.update(16, False)
+
+
+def test_an_accelerating_rise_is_a_runaway_and_a_linear_one_is_not():
+    def fires(excess) -> bool:
+        runaway = Runaway()
+        return any(runaway.update(excess(t), 0.0, 0.03, math.nan) for t in range(400))
+
+    assert fires(lambda t: 0.01 * 2 ** (t / 30))
+    assert not fires(lambda t: 0.01 * t)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.4427, "bits"), (0.6931, "twice"), (8.0, "sum over 8"), (0.25, "divided once more by 4")]
+)
+def test_ratios_are_named(ratio, words):
+    assert words in ratio_hint(ratio)
+    assert first_loss_problem(ratio * 10.0, 10.0)[0] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.2, 0.95, 1.3, 0.0, -1.0, math.nan])
+def test_other_ratios_are_not(ratio):
+    assert ratio_hint(ratio) is None
+
+
+def test_usual_initial_losses_pass():
+    assert first_loss_problem(10.99, math.log(50304)) is None
+
+
+def test_replayed_losses_within_tolerance_are_silent():
+    replayed = Replayed()
+    losses = np.random.default_rng(0).normal(3.0, 0.05, 100)
+    for step, loss in enumerate(losses, 1):
+        replayed.remember(step, float(loss))
+    replayed.begin()
+    assert all(replayed.compare(step, float(loss) + 2e-4) is None for step, loss in enumerate(losses, 1))
+
+
+def test_replayed_losses_tell_another_model_from_other_data():
+    rng = np.random.default_rng(0)
+    losses = rng.normal(3.0, 0.05, 100)
+
+    def findings(again):
+        replayed = Replayed()
+        for step, loss in enumerate(losses, 1):
+            replayed.remember(step, float(loss))
+        replayed.begin()
+        return [replayed.compare(step, float(loss)) for step, loss in enumerate(again, 1)]
+
+    assert findings(losses + 0.01)[PAIRS - 1][0] == "replayed_differs"
+    assert findings(rng.permutation(losses))[PAIRS - 1][0] == "data_order_differs"
+
+
+def test_memory_of_replayed_losses_is_bounded():
+    replayed = Replayed()
+    for step in range(1, 10_000):
+        replayed.remember(step, 3.0)
+    assert len(replayed.losses) == 2048 and min(replayed.losses) == 10_000 - 2048
+
+
+def test_rollback_needs_a_checkpoint_well_before_the_onset():
+    assert rollback_step([], 1000, 1010) is None
+    assert rollback_step([950], 1000, 1010) is None
+    # A slow fault: twice its delay of 300.
+    assert rollback_step([300, 500, 800], 1000, 1300) == 300
+
+
+def test_an_excursion_closes_after_64_calm_observations():
+    excursion = Excursion()
+    excursion.open(kind="change_up", sign=1, onset=90, step=100, size=0.3, origin=0.0)
+    over = [excursion.update(step, 0.0, 0.0, 0.03, 0.01, 1.0, 0.5) for step in range(101, 400)]
+    first = over.index(True)
+    # The smoothed excess falls from 0.3 below 0.36 sigma in 32 ln(0.3 / 0.0108) = 106 observations.
+    assert 101 + first == pytest.approx(100 + 106 + 64, abs=3)
+    assert excursion.peak == 0.3
+
+
+def test_a_loss_scaler_is_allowed_lone_overflows_only():
+    watch = NonFiniteWatch(loss_scaler=True)
+    events: list[Event] = []
+    for step in range(1, 400):
+        events += watch.update(step, math.inf if step % 100 == 0 else 3.0, 3.0) or []
+    assert {event.severity for event in events} == {Severity.INFO}
+    for step in range(400, 420):
+        events += watch.update(step, math.nan if step % 2 else 3.0, 3.0) or []
+    assert max(event.severity for event in events) == Severity.CRITICAL
+
+
+def test_a_plateau_is_named_only_while_the_loss_stands_still():
+    rng = np.random.default_rng(0)
+    flat, falling = Course(), Course()
+    for step in range(1, 1001):
+        forecast = 3.0 - 1e-4 * step
+        flat.update(step, 3.0 + 0.03 * float(rng.standard_normal()), forecast)
+        falling.update(step, forecast + 0.03 * float(rng.standard_normal()), forecast)
+    assert flat.plateau(100, 0.03).startswith("plateau")
+    assert falling.plateau(100, 0.03) is None
+
+
+def test_pairing_finds_slope_and_correlation():
+    rng = np.random.default_rng(0)
+    reference = rng.standard_normal(600)
+    own = 0.7 * reference + 0.05 * rng.standard_normal(600)
+    pairing = Pairing()
+    paired = [pairing.update(float(a), float(b)) for a, b in zip(own, reference, strict=True)]
+    assert paired[:64] == [None] * 64 and pairing.active
+    assert pairing.slope == pytest.approx(0.7, abs=0.02)
+    assert np.std([p for p in paired if p is not None]) == pytest.approx(0.05, rel=0.15)
+
+
+def test_unrelated_runs_are_not_paired():
+    rng = np.random.default_rng(0)
+    pairing = Pairing()
+    assert [pairing.update(*pair) for pair in rng.standard_normal((600, 2)).tolist()] == [None] * 600
+
+
+def run_channel(values: np.ndarray) -> list[Event]:
+    watch, events = ChannelWatch(), []
+    for step, value in enumerate(values.tolist(), 1):
+        events += watch.update("x", step, value, math.nan) or []
+    return events
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_steady_and_a_slowly_falling_channel_are_silent(seed):
+    noise = np.exp(0.2 * np.random.default_rng(seed).standard_normal(5000))
+    assert run_channel(noise) == []
+    assert run_channel(noise * np.linspace(2.0, 1.0, 5000)) == []
+
+
+def test_a_channel_of_both_signs_is_watched_on_its_own_scale():
+    values = np.random.default_rng(0).standard_normal(3000)
+    assert run_channel(values) == []
+    values[2000:] += 8.0
+    events = run_channel(values)
+    assert events and abs(events[0].onset - 2001) <= 10
+
+
+def test_a_channel_that_stays_elsewhere_is_learnt_there():
+    values = np.exp(0.1 * np.random.default_rng(0).standard_normal(5000))
+    values[1500:] *= 3.0
+    events = run_channel(values)
+    assert [event.state for event in events] == ["open", "closed"]
+    assert "new level" in events[-1].sentence
+
+
+def test_a_level_watch_learns_nothing_while_frozen():
+    rng = np.random.default_rng(0)
+    watch = LevelWatch()
+    for step in range(1, 1001):
+        watch.update(step, 3.0, 0.03 * float(rng.standard_normal()), 0.01, 0.06)
+    assert watch.observation > CALIBRATION
+    before = (watch.level, watch.noise.state(), watch.baseline.state())
+    for step in range(1001, 1500):
+        watch.update(step, 3.0, 0.3 + 0.1 * float(rng.standard_normal()), 0.01, 0.06, frozen=True)
+    assert (watch.level, watch.noise.state(), watch.baseline.state()) == before
+
+
+def test_states_of_other_detectors_are_refused():
+    with pytest.raises(ValueError, match="the state of Cusum has the fields"):
+        Cusum().load_state(Spikes().state())
