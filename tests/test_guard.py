@@ -738,3 +738,31 @@ def test_a_channel_with_a_forecast_is_watched_against_it():
 def test_channels_that_are_no_numbers_are_refused(value):
     with pytest.raises(TrajectoryGuardError, match="channel grad_norm must be"):
         TrajectoryGuard(make_forecast()).observe(1, 5.5, channels={"grad_norm": value})
+
+
+@pytest.mark.parametrize(("before", "after"), [(4096, 409.6), (409.6, 4096), (4096, None)])
+def test_tokens_that_turn_wrong_by_ten_raise_no_warning(before, after):
+    forecast = make_forecast()
+    guard = TrajectoryGuard(forecast)
+    for step, loss in enumerate(make_losses(forecast), 1):
+        verdict = guard.observe(step, float(loss), tokens=before if step <= 1500 else after)
+    assert warnings_of(guard) == []
+    assert verdict.residual_nats / verdict.residual_sigma == pytest.approx(NOISE, rel=0.15)
+
+
+def test_a_batch_ramp_of_the_plan_rescales_the_noise():
+    plan = RunPlan(
+        total_steps=STEPS,
+        tokens_per_step=((1, 4096), (1501, 65_536)),
+        active_params=70_000,
+        schedule=LRSchedule(shape="constant"),
+    )
+    forecast = Forecast(plan, progress=[0.0, 1.0], loss=[3.0, 2.5], half_widths={0.8: 0.01, 0.95: 0.02})
+    rng = np.random.default_rng(0)
+    guard = TrajectoryGuard(forecast)
+    for step in range(1, STEPS + 1):
+        noise = 0.04 if step <= 1500 else 0.01
+        verdict = guard.observe(step, forecast.loss(step) + noise * float(rng.standard_normal()))
+        if step == 1600:
+            assert verdict.residual_nats / verdict.residual_sigma == pytest.approx(0.01, rel=0.25)
+    assert warnings_of(guard) == []

@@ -162,7 +162,7 @@ class LossJudge(PlainState):
 
     def _outlier(self, residual: float, forecast: float, root_weight: float) -> bool:
         level = self.level
-        sigma = level.noise.sigma
+        sigma = level.noise.sigma * level.caution
         if sigma == sigma and level.observation >= FIRST_SCALE:
             excess = residual - level.baseline.level
             return excess * root_weight > SIGMAS * sigma and excess > SHARE * forecast

@@ -26,6 +26,8 @@ SMOOTHED_ABOVE = 0.3
 """Lag-1 autocorrelation above which the logged loss counts as smoothed or the data as unshuffled."""
 MAD_TO_SIGMA = 1.4826
 """sd / median |value| of a Gaussian: 1 / 0.6745."""
+RELEARN = 64
+"""Observations until a noise scale that was forgotten counts as known again: at least two looks at it."""
 REFRESH = 32
 """Observations between two looks at the scale."""
 
@@ -60,6 +62,8 @@ class LevelWatch(PlainState):
 
     __slots__ = (
         "baseline",
+        "caution",
+        "caution_until",
         "certified_down",
         "certified_up",
         "mean",
@@ -92,6 +96,9 @@ class LevelWatch(PlainState):
         self.off_onset_up, self.off_onset_down = Cusum(), Cusum()
         self.sample: list[float] = []
         self.observation = 0
+        # Factor on the noise scale while it is not certain, and the observation until which it holds.
+        self.caution = 1.0
+        self.caution_until = 0
         self.mean = 0.0
         self.rho = 0.0
         self.variance = 1.0
@@ -136,10 +143,11 @@ class LevelWatch(PlainState):
             evidence.reset()
         self.mean = 0.0
 
-    def rescale(self, ratio: float) -> None:
-        """Multiply the noise scale with `ratio`, where another batch size is known to begin."""
+    def relearn_noise(self, caution: float) -> None:
+        """Take the noise from new differences only; until they are enough, its scale counts `caution` times."""
         self.noise.forget()
-        self.noise.sigma *= ratio
+        self.caution = caution
+        self.caution_until = self.observation + RELEARN
 
     def update(
         self,
@@ -166,7 +174,7 @@ class LevelWatch(PlainState):
             The alarms that hold, or None.
         """
         noise = self.noise
-        sigma = noise.sigma / root_weight
+        sigma = noise.sigma * self.caution / root_weight
         self.observation = i = self.observation + 1
         calibrating = i <= CALIBRATION
         alarms = None
@@ -179,6 +187,8 @@ class LevelWatch(PlainState):
                 if not frozen:
                     self.baseline.add(self.baseline.level + sigma * (CLIP if u > CLIP else -CLIP if u < -CLIP else u))
         self.sigma = sigma
+        if i == self.caution_until:
+            self.caution = 1.0
         if not frozen:
             noise.add(residual, loss, root_weight)
             if calibrating:

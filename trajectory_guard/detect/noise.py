@@ -9,6 +9,8 @@ __all__ = ["NoiseChange", "NoiseScale", "autocorrelation", "long_run_factor", "p
 
 WINDOW = 512
 """Differences that the scale is taken from. Measured by tests/benchmarks/detection.py."""
+FEWEST = 16
+"""Differences below which their median is no scale: its error would be over 30 %."""
 DIFFERENCE_TO_SIGMA = 1.0484
 """sd / median |difference| of a white Gaussian series: 1 / (0.6745 sqrt 2)."""
 FLOOR_NATS = 1e-4
@@ -94,8 +96,8 @@ class NoiseScale(PlainState):
         return difference
 
     def refresh(self) -> None:
-        """Take the scale anew from the window; nothing happens before the first difference."""
-        if self.differences:
+        """Take the scale anew from the window; nothing happens while it holds fewer than 16 differences."""
+        if len(self.differences) >= FEWEST:
             median = sorted(self.differences)[len(self.differences) // 2]
             self.sigma = max(FLOOR_NATS, 0.5 * self.quantum, self.lrv * DIFFERENCE_TO_SIGMA * median)
 

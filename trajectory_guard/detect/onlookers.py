@@ -159,7 +159,8 @@ class Onlookers(PlainState):
         recent = judge.level.observation - self.jumped_at
         if not 1.0 / JUMP < jump < JUMP and (recent > 512 or not self.jumped_at):
             self.jumped_at = judge.level.observation
-            judge.level.noise.forget()
+            # The tokens may be right or wrong: the larger of both noises holds until the losses have shown theirs.
+            judge.level.relearn_noise(max(1.0, math.sqrt(jump)))
         return events
 
     def replayed_event(self, step: int, finding: str, median: float, alike: float) -> Event:
