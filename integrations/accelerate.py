@@ -40,7 +40,7 @@ class AcceleratorWatch:
     Args:
         accelerator: the Accelerator.
         fit: file of a fit, a `DelphiFit`, or a finished `Forecast`.
-        plan: file of a plan or a `RunPlan`; without one `total_steps`, `tokens_per_step` and `active_params` are needed.
+        plan: file of a plan or a `RunPlan`; else `total_steps`, `tokens_per_step` and `active_params` are needed.
         total_steps: optimizer updates of the loop.
         tokens_per_step: training tokens of one optimizer update, over all micro-batches and ranks.
         active_params: parameters used by one token, counted as the ladder's were.

@@ -126,7 +126,6 @@ class _GuardHooks:
         self.guard, self._stopping = self._intake.guard, False
         if self._restored is not None:
             self._intake.load_state_dict(self._restored)
-            self.guard.note_checkpoint(self._intake.step)
             self._say(trainer, f"state of step {self._intake.step:,} restored from the checkpoint")
         elif trainer.global_step:
             self._say(trainer, f"WARNING: the checkpoint has no state under {self.state_key!r}; the guard starts anew")
@@ -161,7 +160,7 @@ class _GuardHooks:
                 )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Runs for every checkpoint on every rank: an event may name it as the one to roll back to."""
+        """Runs for every checkpoint on every rank, before `state_dict`: an event may name it to roll back to."""
         if self._intake is not None and self._intake.step:
             self._intake.guard.note_checkpoint(self._intake.step)
 

@@ -92,7 +92,8 @@ class TrainerWatch:
         live = next(c for c in trainer.callback_handler.callbacks if isinstance(c, _GuardCallback))
         live.watches[self.config.name] = self
         # A checkpoint made without the guard has no entry, and the Trainer expects one when it saves.
-        found: Any = state.stateful_callbacks.setdefault("_GuardCallback", {})
+        states: Any = state.stateful_callbacks
+        found = states.setdefault("_GuardCallback", {})
         saved = found.get("attributes", {}).get("saved", {}).get(self.config.name)
         self._sum = 0.0
         if saved is not None and state.global_step:

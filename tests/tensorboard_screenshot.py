@@ -59,8 +59,7 @@ def screenshot(logdir: Path, picture: Path, *, browser: str, tab: str = "custom_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--logdir", str(logdir)]
-        + ["--port", str(port), "--bind_all", "--load_fast", "false", "--reload_interval", "0"],
+        [sys.executable, "-W", "ignore", "-m", "tensorboard.main", f"--logdir={logdir}", f"--port={port}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -93,7 +93,7 @@ class LossIntake:
         self.guard = guard
         self.lag = lag
         self.average_ranks = average_ranks
-        self.step = 0
+        self.step: int = 0
         self._pending: deque[_Observation] = deque()
         self._ring: list[Tensor | None] = [None] * (lag + 1)
         self._copies = 0
@@ -171,7 +171,8 @@ class LossIntake:
         values: list[Scalar] = [self._sum, self._weight, 1.0, *(_scalar(n, v) for n, v in channels.items())]
         counted = self._counted
         self._open_window()
-        self.step = step = self.step + 1 if step is None else step
+        step = self.step + 1 if step is None else step
+        self.step = step
         if self._off:
             return ()
         if self.average_ranks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

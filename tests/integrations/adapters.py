@@ -1,6 +1,6 @@
 """The registry: one way to run the same small training in every framework, watched or not.
 
-As a script it runs every adapter on several gloo ranks: python tests/integrations/adapters.py WORLD_SIZE FOLDER [NAME...]
+As a script it runs adapters on several gloo ranks: python tests/integrations/adapters.py WORLD_SIZE FOLDER [NAME...]
 """
 
 import json
@@ -172,7 +172,7 @@ def run_lightning(job: Job) -> Outcome:
     watch = Keep(make_forecast(), actions=job.actions, console=False) if job.watched else None
     if watch is not None and job.state is not None:
         watch.load_state_dict(job.state)
-    saves = ModelCheckpoint(job.folder, every_n_train_steps=job.save_at or 10**6, filename="lightning", save_top_k=-1)
+    saves = ModelCheckpoint(job.folder, every_n_train_steps=job.save_at or 10**6, filename="{step}", save_top_k=-1)
     # Epochs of 10 steps: Lightning takes data up again at the end of an epoch only.
     loader = torch.utils.data.DataLoader(range(10 * job.accumulation))
     trainer = pl.Trainer(
@@ -190,7 +190,7 @@ def run_lightning(job: Job) -> Outcome:
         enable_model_summary=False,
     )
     module = Module()
-    trainer.fit(module, loader, ckpt_path=str(job.folder / "lightning.ckpt") if job.resume else None)
+    trainer.fit(module, loader, ckpt_path=str(job.folder / f"step={job.save_at}.ckpt") if job.resume else None)
     if watch is None:
         return outcome(module.model, None, [], trainer.global_step, None)
     return outcome(module.model, watch.guard, watch.verdicts, trainer.global_step, watch.final)
