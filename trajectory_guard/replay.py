@@ -9,7 +9,7 @@ from pathlib import Path
 from trajectory_guard.actions import line
 from trajectory_guard.detect.events import Event, Severity
 from trajectory_guard.errors import TrajectoryGuardError
-from trajectory_guard.fit import load_fit
+from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.logs.read import LogRead, LogRow, read_log
@@ -19,7 +19,7 @@ from trajectory_guard.plan import RunPlan
 from trajectory_guard.sinks.base import Sink
 from trajectory_guard.sinks.jsonl import JsonlSink
 
-__all__ = ["Replay", "replay", "replay_arguments", "replay_command"]
+__all__ = ["Replay", "log_arguments", "open_log", "replay", "replay_arguments", "replay_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ def replay(
     sinks: Sequence[Sink] = (),
     channels: Sequence[str] = (),
     paired: PairedReference | None = None,
+    log_every_n_steps: int = 50,
 ) -> Replay:
     """Run a silent guard over logged rows.
 
@@ -53,13 +54,20 @@ def replay(
         sinks: where verdicts and events are also written.
         channels: names of the log's other numbers to watch.
         paired: residuals of a run on the same data order.
+        log_every_n_steps: steps between verdicts that go to the sinks; events always go.
 
     Returns:
         The guard and everything it said.
     """
     said: list[tuple[int, Event]] = []
     count = 0
-    guard = TrajectoryGuard(forecast, actions={severity: () for severity in Severity}, sinks=sinks, paired=paired)
+    guard = TrajectoryGuard(
+        forecast,
+        actions={severity: () for severity in Severity},
+        sinks=sinks,
+        paired=paired,
+        log_every_n_steps=log_every_n_steps,
+    )
     with guard:
         for step, loss, _, others in rows:
             if step < 1:
@@ -72,41 +80,63 @@ def replay(
     return Replay(guard=guard, said=tuple(said), rows=count)
 
 
-def replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `trajectory-guard replay`."""
-    parser.add_argument("fit", type=Path, help="fit (JSON)")
-    parser.add_argument("log", type=Path, help="log of the run: CSV, JSONL, TensorBoard folder, trainer_state.json")
+def log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that name a finished log and say how it is to be read: those of `open_log`."""
     parser.add_argument(
         "--plan", type=Path, help="plan of the run (JSON); without it the log's last step is the horizon"
     )
     parser.add_argument("--active-params", type=float, help="without a plan: parameters used by one token")
     parser.add_argument("--tokens-per-step", type=int, help="without a plan: where the log has no tokens column")
-    parser.add_argument("--events", type=Path, help="event log to write (JSONL)")
     parser.add_argument("--metric", default="loss", help="name of the loss in the log, default: loss")
+    parser.add_argument("--override-recipe", action="store_true", help="go on although the recipes differ")
+
+
+def open_log(args: argparse.Namespace, fit: DelphiFit, path: Path) -> tuple[Forecast, LogRead, tuple[str, ...]]:
+    """Return the forecast for a logged run, its log, and what should be said about both.
+
+    Args:
+        args: parsed `log_arguments`.
+        fit: the fit that forecasts.
+        path: the log.
+
+    Raises:
+        TrajectoryGuardError: neither a plan nor the numbers that replace it.
+        FileFormatError: plan or log cannot be read.
+        RecipeMismatchError: the fit is for another recipe.
+    """
+    plan = RunPlan.load(args.plan) if args.plan else None
+    log = read_log(path, plan=plan, metric=args.metric, split=fit.split)
+    notes = list(log.notes)
+    if plan is None:
+        plan = _plan_of(fit.recipe, log, args, metric=fit.metric, split=fit.split)
+        notes.append(f"no plan: the horizon is taken to be the last step, {plan.total_steps}")
+    return fit.forecast(plan, override_recipe=args.override_recipe), log, tuple(notes)
+
+
+def replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trajectory-guard replay`."""
+    parser.add_argument("fit", type=Path, help="fit (JSON)")
+    parser.add_argument("log", type=Path, help="log of the run: CSV, JSONL, TensorBoard folder, trainer_state.json")
+    log_arguments(parser)
+    parser.add_argument("--events", type=Path, help="event log to write (JSONL)")
     parser.add_argument("--channel", action="append", default=[], help="another number of the log to watch; repeatable")
     parser.add_argument("--paired", type=Path, help="log of a run on the same data order")
-    parser.add_argument("--override-recipe", action="store_true", help="replay although the recipes differ")
     parser.add_argument("--quiet", action="store_true", help="print only warnings and above")
 
 
 def replay_command(args: argparse.Namespace) -> int:
     """Print what a guard would have said over a log, and when."""
     fit = load_fit(args.fit)
-    plan = RunPlan.load(args.plan) if args.plan else None
-    log = read_log(args.log, plan=plan, metric=args.metric, split=fit.split)
-    notes = list(log.notes)
-    if plan is None:
-        plan = _plan_of(fit.recipe, log, args, metric=fit.metric, split=fit.split)
-        notes.append(f"no plan: the horizon is taken to be the last step, {plan.total_steps}")
+    forecast, log, notes = open_log(args, fit, args.log)
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
     missing = sorted(set(args.channel) - set(log.channels))
     if missing:
         raise TrajectoryGuardError(f"{args.log}: no columns {missing}; it has {sorted(log.channels)}")
-    forecast = fit.forecast(plan, override_recipe=args.override_recipe)
     paired = None
     if args.paired:
-        paired = PairedReference.from_curve(read_log(args.paired, plan=plan, metric=args.metric, split=fit.split).curve)
+        twin = read_log(args.paired, plan=forecast.plan, metric=args.metric, split=fit.split)
+        paired = PairedReference.from_curve(twin.curve)
     if args.events and args.events.exists():
         raise TrajectoryGuardError(f"{args.events}: exists already; name a new event log, or remove it")
     sinks = [JsonlSink(args.events)] if args.events else []

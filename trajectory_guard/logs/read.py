@@ -45,6 +45,7 @@ class LogRead:
         channels: name -> (n,) the log's other numbers at these steps, NaN where there is none.
         notes: what was done, one sentence each.
         unit: unit the log was in.
+        column: name of the loss in the log.
         autocorrelation: lag-1 autocorrelation of the loss around its smooth course; above 0.3 the log is smoothed.
     """
 
@@ -55,6 +56,7 @@ class LogRead:
     channels: Mapping[str, NDArray[np.float64]]
     notes: tuple[str, ...]
     unit: LossUnit
+    column: str
     autocorrelation: float | None = None
 
     def rows(self) -> Iterator[LogRow]:
@@ -177,7 +179,7 @@ def read_log(
                 raise FileFormatError(f"{table.source}: step_offset {offset} makes step {step[0]} of the first one")
     loss, unit_found = in_nats(loss, step, unit, plan, split, notes)
     tokens = tokens_of(step, tokens, plan, table.source, notes)
-    return _finish(table, step, loss, tokens, channels, plan, split, unit_found, notes)
+    return _finish(table, step, loss, tokens, channels, plan, split, unit_found, loss_name, notes)
 
 
 def _finish(
@@ -189,6 +191,7 @@ def _finish(
     plan: RunPlan | None,
     split: Split,
     unit: LossUnit,
+    column: str,
     notes: list[str],
 ) -> LogRead:
     """Drop what no curve can hold, check what is left, and say so."""
@@ -232,5 +235,6 @@ def _finish(
         channels=channels,
         notes=tuple(notes),
         unit=unit,
+        column=column,
         autocorrelation=autocorrelation,
     )
