@@ -55,7 +55,7 @@ def test_flops_follow_the_convention():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"total_steps": 0}, "total_steps must be a positive integer, got 0"),
+        ({"total_steps": 0}, "total_steps must be a positive integer up to 2.53, got 0"),
         ({"total_steps": 1.5}, "total_steps"),
         ({"total_steps": True}, "total_steps"),
         ({"tokens_per_step": -1}, "tokens_per_step"),

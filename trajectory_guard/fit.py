@@ -114,7 +114,7 @@ class DelphiFit:
             model = get_law(self.law).from_params(self.params)
         except TrajectoryGuardError:
             raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TrajectoryGuardError(f"params of law {self.law!r} are not valid: {error!r}") from error
         object.__setattr__(self, "_model", model)
 

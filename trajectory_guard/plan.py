@@ -22,6 +22,9 @@ __all__ = ["RunPlan"]
 FORMAT = "trajectory-guard-plan"
 VERSION = 1
 
+MAX_COUNT, MAX_SIZE = 2**53, 1e60
+"""Larger counts are not exact as float64; larger sizes are no model's, and products of smaller ones stay finite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -232,10 +235,10 @@ class RunPlan:
 
 
 def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TrajectoryGuardError(f"{name} must be a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+        raise TrajectoryGuardError(f"{name} must be a positive integer up to 2^53, got {value!r}")
 
 
 def _positive(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (0 < value < math.inf):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (0 < value < MAX_SIZE):
         raise TrajectoryGuardError(f"{name} must be a positive finite number, got {value!r}")

@@ -4,6 +4,7 @@ A forecast holds for one recipe. Fit and plan are compared field by field with t
 comparison meaningless, a *warning* may move the loss, an *unknown* field is named once and the run goes on.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -49,6 +50,17 @@ class Recipe:
     optimizer_constants: Mapping[str, float | str] | None = None
     software: Mapping[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 2), ("sequence_length", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise TrajectoryGuardError(f"recipe field `{name}` must be an integer >= {least}, got {value!r}")
+        if self.data_phases is not None:
+            phases = list(self.data_phases)
+            inside = all(isinstance(g, (int, float)) and 0 < g < 1 for g in phases)
+            if not inside or any(b <= a for a, b in itertools.pairwise(phases)):
+                raise TrajectoryGuardError(f"recipe field `data_phases` must rise within (0, 1), got {phases!r:.80}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the stated fields as plain JSON values."""
         stated = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
@@ -74,7 +86,7 @@ class Recipe:
                 raise TrajectoryGuardError(f"recipe field `{name}` has the wrong type: {value!r}")
         values = dict(content)
         if "data_phases" in values:
-            values["data_phases"] = tuple(float(g) for g in values["data_phases"])
+            values["data_phases"] = tuple(values["data_phases"])
         return cls(**values)
 
 

@@ -38,6 +38,13 @@ class IsoFlop:
     inside: bool
     runs: int
 
+    def __post_init__(self) -> None:
+        for name in ("compute", "tokens", "params", "loss"):
+            value = getattr(self, name)
+            # 1e60 is beyond any run, and its powers are still float64s.
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-9 < value < 1e60:
+                raise TrajectoryGuardError(f"an optimum's `{name}` must be a positive number, got {value!r}")
+
 
 def fit_power(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
     """Fit y = k x^p by a straight line through the logarithms; return (k, p).
