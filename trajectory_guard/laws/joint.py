@@ -43,7 +43,7 @@ TABLE = (
     Parameter("floor", FLOOR_SHARE, FLOOR_SHARE_SD, 0.0, 1.0),  # in units of the lowest loss
     Parameter("ln_a", 0.0, 1.0, -8.0, 4.0),
     Parameter("ln_b", math.log(0.5), 1.0, -8.0, 5.0),
-    Parameter("ln_c", math.log(0.2), 0.7, -9.0, 3.0),
+    Parameter("ln_c", math.log(0.2), 0.5, -9.0, 3.0),
     Parameter("alpha", 0.25, 0.10, 0.02, 0.8),
     Parameter("beta", 0.45, 0.15, 0.05, 1.5),
     Parameter("kappa", 0.25, 0.25, -0.6, 1.2),
@@ -59,6 +59,9 @@ Values: what single fits of six public families scatter about (measured by tests
 RUN_POINTS, POINT_SD = 4.0, 0.003
 """What a run's points say together: as much as 4 independent ones of relative sd 0.3 %. A law's misfit is smooth along
 a run, so more points of the same run add little."""
+
+LEAST_POINTS = 0.5
+"""A log that covers part of the horizon counts by that part, but as so many points at least."""
 
 EARLY = 0.1
 """Points at progress g weigh 1 / (1 + (0.1 / g)^2): what the start of a run leaves behind is not in the law."""
@@ -139,7 +142,7 @@ def has_points(rung: Rung) -> bool:
 
 
 def gather(rungs: Sequence[Rung], most: int) -> Points:
-    """Return the points of rungs that are fitted, each run weighing `RUN_POINTS`."""
+    """Return the points that are fitted; a log weighs `RUN_POINTS` times the share of training that it covers."""
     plans, progress, losses, weights = [], [], [], []
     for rung in rungs:
         for curve in rung.curves:
@@ -152,7 +155,8 @@ def gather(rungs: Sequence[Rung], most: int) -> Points:
             plans.append(rung.plan)
             progress.append(g)
             losses.append(loss)
-            weights.append(RUN_POINTS * share / share.sum())
+            covered = (g[-1] - g[0]) / (1.0 - first_progress(rung.plan))
+            weights.append(max(RUN_POINTS * covered, LEAST_POINTS) * share / share.sum())
     return place_points(plans, progress, np.concatenate(losses), np.concatenate(weights))
 
 
