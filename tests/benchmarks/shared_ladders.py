@@ -6,6 +6,7 @@ recipe; `python tests/benchmarks/shared_ladders.py` prints how far it lies from 
 
 import csv
 import gzip
+import io
 import os
 import sys
 from collections import defaultdict
@@ -41,9 +42,8 @@ def data_folder() -> Path:
 
 def read(folder: Path, name: str) -> list[dict[str, str]]:
     path = folder / "ladders" / name
-    opened = gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
-    with opened as file:
-        return list(csv.DictReader(file))
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return list(csv.DictReader(io.StringIO(text.decode())))
 
 
 def by_run(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:

@@ -1,0 +1,298 @@
+"""Print as tables how well the laws forecast the public ladders, beside what others would have said.
+
+    python tests/benchmarks/accuracy.py [terminal] [families] [coverage] [speed]
+
+Everything by default, about five minutes on one core. The data lie at ../shared/data or $TRAJECTORY_GUARD_DATA. Errors
+are actual / forecast - 1 in percent, over all points after max(5 % of training, twice the warm-up). The same code and
+the same defaults everywhere: nothing is set per family.
+"""
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+
+import numpy as np
+from baselines import ChinchillaEachStep, NearestCollapse
+from shared_ladders import Holdout, by_size, data_folder, evaluated, holdouts, read
+
+from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.ladder import Ladder, Rung
+from trajectory_guard.laws import interval as intervals
+from trajectory_guard.laws.interval import NestedError, early_factor, fit_interval, size_distance
+from trajectory_guard.laws.isoflop import isoflop_optima
+from trajectory_guard.laws.schedule import ScheduleAwareLaw
+from trajectory_guard.laws.surface import Surface, fit_surface
+from trajectory_guard.laws.terminal import TerminalFit
+
+FOLDER = data_folder()
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]], title: str) -> None:
+    print(f"\n## {title}\n")
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, tuple("-" * w for w in widths), *rows]:
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
+
+
+def column(name: str, field: str) -> np.ndarray:
+    return np.array([float(row[field]) for row in read(FOLDER, name) if row[field]])
+
+
+def terminal() -> None:
+    runs = [column("delphi_ladder_isoflop.csv", k) for k in ("budget_flops", "params_total", "tokens", "loss")]
+    fit = TerminalFit.from_runs(*runs)
+    names = ("tokens_star", "params_star", "loss_star")
+    published = np.transpose([column("delphi_ladder_optima.csv", k) for k in names])
+    ours = np.array([(o.tokens, o.params, o.loss) for o in fit.optima])
+    print(f"\n# Terminal law, Delphi\n\noptima: largest relative difference {np.max(np.abs(ours / published - 1)):.1e}")
+    print(f"L* = {fit.floor:.6f} + {fit.amplitude:.4f} C^-{fit.alpha:.7f}  (published 1.644058, 121.4494, .0972360)")
+    print(
+        f"T* = {fit.token_law[0]:.5f} C^{fit.token_law[1]:.4f}   P* = {fit.param_law[0]:.2f} C^{fit.param_law[1]:.4f}"
+    )
+    held = [column("delphi_ladder_heldout.csv", k) for k in ("budget_flops", "loss")]
+    rows = []
+    for compute in (1e21, 1e22, 1e23):
+        advice = fit.recommend(compute)
+        errors = 100 * (held[1][held[0] == compute] / advice.loss - 1)
+        band = 100 * (np.array(advice.bootstrap) / advice.loss - 1)
+        half = {level: 100 * np.log(high / advice.loss) for level, (_, high) in advice.interval.items()}
+        rows.append(
+            (
+                f"{compute:.0e}", f"{advice.loss:.6f}", " ".join(f"{e:+.2f}" for e in errors),
+                f"{band[0]:+.1f} / {band[1]:+.1f}", f"{half[0.8]:.1f} / {half[0.95]:.1f}",
+            )
+        )  # fmt: skip
+    table(("compute", "forecast", "errors %", "resampled 5-95 %", "half-width 80 / 95 %"), rows, "Held-out budgets")
+    for floor, loss, rms in fit.sensitivity(1e23, [1.5, fit.floor, 1.75]):
+        print(f"floor {floor:.3f}: 1e23 error {100 * (2.3546013832092285 / loss - 1):+.2f} %, rms {rms / fit.rms:.2f}")
+
+    names = ("flops_at_80pct", "active_params", "tokens_full", "loss_paloma_macro_at_80pct")
+    anchors = [column("snowball_67b_anchors.csv", k)[:3] for k in names]
+    pinned = TerminalFit.from_runs(*anchors, floor=1.4)
+    own = TerminalFit.from_optima(isoflop_optima(*anchors)).recommend(1.19e23)
+    low, high = own.interval[0.95]
+    print("\n# The 67B run from its three anchors (actual 2.256)\n")
+    print(f"floor 1.4 pinned: {float(pinned.expect(1.19e23)):.4f} (published 2.269)")
+    print(f"floor with its prior: {own.loss:.4f}, 95 % interval {low:.3f} to {high:.3f}")
+
+    print(
+        "\n# Surface over sizes and tokens\n\nThe 240 Chinchilla points are not in the data: drawn from Epoch's constants."
+    )
+    true = Surface(floor=1.8172, a=482.01, b=2085.43, alpha=0.3478, beta=0.3658)
+    rng = np.random.default_rng(0)
+    n = np.exp(rng.uniform(np.log(5e7), np.log(1.6e10), 240))
+    d = np.exp(rng.uniform(np.log(6e18), np.log(3e21), 240)) / 6 / n
+    for noise in (0.0, 0.002):
+        start = time.perf_counter()
+        found = fit_surface(n, d, true.loss(n, d) * np.exp(noise * rng.standard_t(3, 240)))
+        print(f"noise {noise}: {found} in {time.perf_counter() - start:.2f} s")
+    hero()
+
+
+def hero() -> None:
+    from trajectory_guard.laws.progress import published_forecast
+
+    grid = read(FOLDER, "hero_ladder_eval_grid.csv")
+    names = ("d768", "d1024", "d1536", "d2048")
+    losses = {n: {r["fraction_snapped"]: float(r["loss_eval_dropless_paloma_macro"]) for r in grid if r["rung"] == n}
+              for n in names}  # fmt: skip
+    facts = {r["rung"]: float(r["flops_total_excl_lm_head"]) for r in read(FOLDER, "hero_ladder_rungs.csv")}
+    shared = sorted(set.intersection(*(set(v) for v in losses.values())), key=float)
+    g = np.array([float(k) for k in shared])
+    made = published_forecast(
+        g, [[losses[n][k] for k in shared] for n in names[:3]], [facts[n] for n in names[:3]], facts["d2048"]
+    )
+    error = 100 * np.abs(np.array([losses["d2048"][k] for k in shared]) / made.loss - 1)
+    print(f"\n# d2048 of the MoE ladder, the published way: mean {error.mean():.2f} max {error.max():.2f} %")
+    print("(its smoothed form and the 535B run: tests/laws/test_progress.py)")
+
+
+def judged(law, targets: list[Rung]) -> list[tuple[Rung, np.ndarray, np.ndarray]]:
+    out = []
+    for target in targets:
+        g, loss = evaluated(target)
+        if len(g):
+            out.append((target, g, np.log(loss / law.loss(target.plan, g))))
+    return out
+
+
+def summary(results: list[tuple[Rung, np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
+    errors = [100 * np.abs(np.expm1(r)) for _, _, r in results]
+    return (
+        float(np.mean([e.mean() for e in errors])),
+        float(np.max([e.max() for e in errors])),
+        float(np.mean([e[-1] for e in errors])),
+    )
+
+
+def cosine_only(case: Holdout) -> Holdout:
+    kept = [t for t in case.targets if "const" not in t.name and "decay" not in t.name]
+    return Holdout(family=case.family, case=case.case + ", cosine", fit=case.fit, targets=kept)
+
+
+def families() -> None:
+    rows, per_family = [], defaultdict(lambda: defaultdict(list))
+    for case in holdouts(FOLDER):
+        start = time.perf_counter()
+        law = ScheduleAwareLaw.fit(Ladder(rungs=tuple(case.fit)))
+        seconds = time.perf_counter() - start
+        laws = {"ours": law, "chinchilla": ChinchillaEachStep(case.fit), "collapse": NearestCollapse(case.fit)}
+        for shown in [case, cosine_only(case)] if case.case.startswith("<=760M") else [case]:
+            cells = {name: summary(judged(model, shown.targets)) for name, model in laws.items()}
+            if shown is case:
+                for name, cell in cells.items():
+                    per_family[case.family][name].append(cell)
+            rows.append(
+                (
+                    case.family, shown.case[:34], f"{len(by_size(case.fit))}/{len(case.fit)}/{len(shown.targets)}",
+                    law.memory, *(f"{a:.2f} / {b:.2f} / {c:.2f}" for a, b, c in cells.values()), f"{seconds:.1f}",
+                )
+            )  # fmt: skip
+    table(
+        ("family", "case", "sizes/runs/targets", "memory", "this law", "Chinchilla each step", "nearest collapse", "s"),
+        rows, "Held-out runs: mean / max / final absolute error, %",
+    )  # fmt: skip
+    rows = []
+    medians = defaultdict(list)
+    for family, cells in per_family.items():
+        line = [family]
+        for name, values in cells.items():
+            middle = [statistics.median(v[i] for v in values) for i in range(3)]
+            medians[name].append(middle[0])
+            line.append(" / ".join(f"{v:.2f}" for v in middle))
+        rows.append(tuple(line))
+    rows.append(("median of families", *(f"{statistics.median(v):.2f}" for v in medians.values())))
+    table(("family", "this law", "Chinchilla each step", "nearest collapse"), rows, "Median over the cases of a family")
+    print(
+        "\nWhere it fails: `nanochat` ladders have one size or sizes of another depth-to-width recipe, and runs of a few\n"
+        "hundred steps whose start is not over at 5 %; `marin` ladders have one size, so that the priors alone say what\n"
+        "size does; `steplaw` keeps one peak rate and batch for all sizes, off each size's optimum."
+    )
+
+
+def coverage() -> None:
+    """Intervals as `fit --law auto` would set them, the pooled constants refitted without the tested family."""
+    cases = []
+    for case in holdouts(FOLDER, most=8):
+        law = ScheduleAwareLaw.fit(Ladder(rungs=tuple(case.fit)))
+        results = judged(law, case.targets)
+        largest = max(r.plan.active_params for r in case.fit)
+        cases.append((case, law, nested(case.fit, law.memory), largest, results, others(case.fit, law, results)))
+    saved = (intervals.K0, intervals.TAU, intervals.SIGMA)
+    rows, totals = [], defaultdict(list)
+    for family in dict.fromkeys(case.family for case, *_ in cases):
+        intervals.K0, intervals.TAU, intervals.SIGMA = constants([c for c in cases if c[0].family != family])
+        cells = defaultdict(list)
+        for _, _, errors, largest, results, ranges in (c for c in cases if c[0].family == family):
+            model = fit_interval(errors, largest)
+            for i, (target, g, log_ratio) in enumerate(results):
+                for level in (0.8, 0.95):
+                    half = model.half_width(target.plan.active_params, g, level)
+                    cells[f"in {level}"].append(np.mean(np.abs(log_ratio) <= half))
+                    cells[f"width {level}"].append(100 * half[-1])
+                    cells[f"final {level}"].append(float(np.abs(log_ratio[-1]) <= half[-1]))
+                for name, bounds in ranges.items():
+                    low, high = bounds[i]
+                    cells[name].append(np.mean((log_ratio >= low) & (log_ratio <= high)))
+        line = [family, str(len(cells["in 0.8"]))]
+        for name in ("in 0.8", "in 0.95", "final 0.8", "final 0.95", "leave-out range", "bootstrap 80", "bootstrap 95"):
+            share = 100 * float(np.mean(cells[name]))
+            totals[name].append(share)
+            line.append(f"{share:.0f}")
+        line += [
+            f"{np.median(cells['width 0.8']):.1f} / {np.median(cells['width 0.95']):.1f}",
+            f"{100 * intervals.K0:.2f}",
+        ]
+        rows.append(tuple(line))
+    intervals.K0, intervals.TAU, intervals.SIGMA = saved
+    rows.append(("mean", "", *(f"{np.mean(v):.0f}" for v in totals.values()), "", ""))
+    table(
+        ("family", "runs", "in 80 %", "in 95 %", "final 80 %", "final 95 %", "leave-out range", "bootstrap 80",
+         "bootstrap 95", "half-width %", "k0 %"),
+        rows, "Coverage of held-out runs, % of points; families weigh equally",
+    )  # fmt: skip
+
+
+def nested(rungs: list[Rung], memory) -> list[NestedError]:
+    sizes = list(by_size(rungs).values())
+    errors = []
+    for count in range(2, len(sizes)):
+        fitted = [rung for size in sizes[:count] for rung in size]
+        law = ScheduleAwareLaw.fit_with(Ladder(rungs=tuple(fitted)), memory)
+        for index in range(count, len(sizes)):
+            found = judged(law, sizes[index])
+            if found:
+                rms = float(np.sqrt(np.mean([np.mean((r / early_factor(g)) ** 2) for _, g, r in found])))
+                distance = size_distance(sizes[index][0].plan.active_params, sizes[count - 1][0].plan.active_params)
+                errors.append(NestedError(index, distance, rms))
+    return errors
+
+
+def others(rungs: list[Rung], law: ScheduleAwareLaw, results) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+    """Ranges of ln(forecast of a changed ladder / forecast) per target: rungs left out, runs resampled."""
+    sizes = list(by_size(rungs).values())
+    groups = sizes if len(sizes) > 2 else [[rung] for rung in rungs[:: max(1, len(rungs) // 8)]]
+    left = [[rung for rung in rungs if rung not in group] for group in groups]
+    rng = np.random.default_rng(0)
+    drawn = [[rungs[i] for i in np.unique(rng.integers(0, len(rungs), len(rungs)))] for _ in range(16)]
+
+    def forecasts(ladders: list[list[Rung]]) -> list[list[np.ndarray]]:
+        tables = []
+        for ladder in ladders:
+            try:
+                other = ScheduleAwareLaw.fit_with(Ladder(rungs=tuple(ladder)), law.memory)
+            except TrajectoryGuardError:
+                continue
+            tables.append([np.log(other.loss(t.plan, g) / law.loss(t.plan, g)) for t, g, _ in results])
+        return [[row[i] for row in tables] or [np.zeros_like(g)] for i, (_, g, _) in enumerate(results)]
+
+    out = {"leave-out range": [(np.min(v, axis=0), np.max(v, axis=0)) for v in forecasts(left)]}
+    resampled = forecasts(drawn)
+    for level in (80, 95):
+        tail = (100 - level) / 2
+        out[f"bootstrap {level}"] = [tuple(np.percentile(v, [tail, 100 - tail], axis=0)) for v in resampled]
+    return out
+
+
+def constants(cases) -> tuple[float, float, float]:
+    """k0, tau and sigma of other families: mean of ln k, its sd between ladders and between targets of one ladder."""
+    levels, within, per_family = [], [], defaultdict(list)
+    for case, _, _, largest, results, _ in cases:
+        values = []
+        for target, g, log_ratio in results:
+            z = np.sqrt(np.mean((log_ratio / early_factor(g)) ** 2) + intervals.FLOOR**2)
+            d = size_distance(target.plan.active_params, largest)
+            values.append(np.log(z) - intervals.POWER * np.log(d))
+        per_family[case.family].append(np.mean(values))
+        levels.append(np.mean(values))
+        within += list(np.array(values) - np.mean(values))
+    k0 = np.exp(np.mean([np.mean(v) for v in per_family.values()]))
+    between = np.std([np.mean(v) for v in per_family.values()], ddof=1)
+    return float(k0), float(np.clip(between, 0.3, 1.0)), float(np.clip(np.std(within), 0.3, 0.8))
+
+
+def speed() -> None:
+    rungs = []
+    plan = next(h for h in holdouts(FOLDER) if h.family == "olmo").fit
+    from shared_ladders import LossCurve
+
+    for i in range(50):
+        base = plan[i % len(plan)]
+        step = np.unique(np.linspace(1, base.plan.total_steps, 100).astype(int))
+        curve = base.curves[0]
+        loss = np.interp(step, curve.step, curve.loss)
+        made = LossCurve(step=step, tokens=base.plan.tokens(step), loss=loss)
+        rungs.append(Rung(name=f"r{i}", plan=base.plan, curves=(made,)))
+    start = time.process_time()
+    law = ScheduleAwareLaw.fit(Ladder(rungs=tuple(rungs)))
+    print(f"\n# Speed\n\nfit of 50 runs x 100 points: {time.process_time() - start:.2f} s of one core")
+    start = time.process_time()
+    law.loss(plan[0].plan, np.linspace(0.05, 1, 10**6))
+    print(f"the law at 1e6 points: {time.process_time() - start:.2f} s (a forecast reads a table of a few hundred)")
+
+
+if __name__ == "__main__":
+    parts = {"terminal": terminal, "families": families, "coverage": coverage, "speed": speed}
+    for name in sys.argv[1:] or parts:
+        parts[name]()
