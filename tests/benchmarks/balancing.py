@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--wide-steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--layers", choices=["example", "wide", "both"], default="both")
+    parser.add_argument("--rules", nargs="*", choices=list(RULES), default=list(RULES))
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     a = parser.parse_args()
     corpus = standard_library()
@@ -86,7 +87,7 @@ def main() -> None:
         steps = a.steps if name.startswith("example") else a.wide_steps
         print(f"\n{name}, {steps} steps, {a.seeds} seeds")
         print(f"{'rule':16} {'max-violation':>13} {'CV':>6} {'dead':>5}   loss (nats) by seed")
-        for rule in RULES:
+        for rule in a.rules:
             runs = [train(rule, experts, top_k, batch, steps, seed, corpus) for seed in range(a.seeds)]
             mean = {key: float(np.mean([r[key] for r in runs])) for key in runs[0]}
             losses = " ".join(f"{r['loss_nats']:.4f}" for r in runs)

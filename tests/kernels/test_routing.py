@@ -114,6 +114,20 @@ def test_gather_and_unpermute_are_inverse_and_have_the_right_gradients():
     assert torch.autograd.gradcheck(lambda a, b: routing.unpermute(a, pos, b), (y, weights))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_on_cpu_the_custom_ops_equal_the_reference_bit_for_bit(score):
+    x = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    g = torch.randn(300, 2, generator=torch.Generator().manual_seed(1))
+    results = []
+    for function in (reference.route, route):
+        r = function(x, 2, bias=torch.linspace(0, 0.1, 8), score=score, cutoff=True)
+        loss = (r.weights * g).sum() + reference.load_balance_loss(r) + reference.z_loss(r)
+        results.append([*r, *torch.autograd.grad(loss, x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for a, b in zip(reference.permute(r.experts, 8), permute(r.experts, 8), strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+
+
 def test_the_backend_is_forced_by_argument_or_environment_and_told(monkeypatch):
     x = torch.zeros(2, 4)
     route(x, 1)
