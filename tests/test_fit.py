@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ import pytest
 from trajectory_guard.errors import FileFormatError, RecipeMismatchError, TrajectoryGuardError
 from trajectory_guard.fit import fit_ladder, load_fit
 from trajectory_guard.ladder import Ladder
+from trajectory_guard.laws.collapse import CollapseLaw
+from trajectory_guard.laws.isoflop import IsoFlop
+from trajectory_guard.laws.progress import MatchedProgress
+from trajectory_guard.laws.schedule import ScheduleAwareLaw
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.recipe import Recipe
@@ -197,5 +202,7 @@ def test_every_field_is_in_the_format_document(fit):
     text = (ROOT / "docs" / "formats.md").read_text()
     content = fit.to_dict()
     row, rung = content["backtest"]["rows"][0], content["rungs"][0]
-    for name in (*content, *content["interval"], *row, *rung, *content["params"]):
+    params = [f.name for made in (MatchedProgress, CollapseLaw, IsoFlop, RunPlan) for f in dataclasses.fields(made)]
+    params += [*ScheduleAwareLaw.PARAMETERS, "memory", "scores_percent", "optima", "pinned_floor", "source"]
+    for name in (*content, *content["interval"], *row, *rung, *params):
         assert f"`{name}`" in text, name
