@@ -75,9 +75,11 @@ class Watcher:
         events: list[Event] = []
         if step < self.last_step:
             self._try("rewind", events, self._go_back, step, expected)
-        self._try("non_finite", events, self.non_finite.update, step, loss, expected)
+        if not finite or self.non_finite.busy:
+            self._try("non_finite", events, self.non_finite.update, step, loss)
         if not repeated:
-            self._try("onlookers", events, self.onlookers.before, step, loss, known, self.judge)
+            if not self.last_step or step > self.onlookers.last_step:
+                self._try("onlookers", events, self.onlookers.before, step, loss, self.judge)
             self.last_step = step
         if step <= self.frontier:
             self._try("replayed", events, self._compare, step, loss)
@@ -93,7 +95,8 @@ class Watcher:
         elif not repeated and (stage == "calibrating" or stage == "watching"):
             promised = math.inf if self.declared.suspended else promise
             self._try("judge", events, self._weigh_and_judge, step, loss, expected, gate, promised, tokens)
-            self._try("onlookers", events, self.onlookers.after, step, self.judge)
+            if not self.onlookers.calibration_said:
+                self._try("onlookers", events, self.onlookers.after, step, self.judge)
             if self.declared.kind:
                 self._try("declared", events, self.declared.finish, step, expected, self.judge)
         if channels and not repeated and step > self.warmup_end:

@@ -135,10 +135,10 @@ def test_a_loss_scaler_is_allowed_lone_overflows_only():
     watch = NonFiniteWatch(loss_scaler=True)
     events: list[Event] = []
     for step in range(1, 400):
-        events += watch.update(step, math.inf if step % 100 == 0 else 3.0, 3.0) or []
+        events += watch.update(step, math.inf if step % 100 == 0 else 3.0) or []
     assert {event.severity for event in events} == {Severity.INFO}
     for step in range(400, 420):
-        events += watch.update(step, math.nan if step % 2 else 3.0, 3.0) or []
+        events += watch.update(step, math.nan if step % 2 else 3.0) or []
     assert max(event.severity for event in events) == Severity.CRITICAL
 
 

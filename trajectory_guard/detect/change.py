@@ -4,7 +4,7 @@ from trajectory_guard.detect.state import PlainState
 
 __all__ = ["Cusum", "slow_threshold"]
 
-SLOW_DRIFT, SLOW_THRESHOLD = 0.15, 34.5
+SLOW_DRIFT, SLOW_THRESHOLD = 0.14, 34.5
 """Slow test: sees drifts and plateaus. In sigmas; measured by tests/benchmarks/detection.py."""
 MID_DRIFT, MID_THRESHOLD = 0.36, 16.0
 """Mid test: sees level shifts of half a sigma and more. In sigmas; measured by tests/benchmarks/detection.py."""

@@ -131,10 +131,10 @@ class NoiseChange(PlainState):
         """Take one absolute difference; return the ratio when the noise has changed, else None."""
         if difference != difference:
             return None
-        value = min(difference, 6.0 * sigma)
+        value = 6.0 * sigma if difference > 6.0 * sigma else difference
         self.seen = seen = self.seen + 1
-        self.fast += (value - self.fast) / min(seen, 100)
-        self.slow += (value - self.slow) / min(seen, 2000)
+        self.fast += (value - self.fast) / (seen if seen < 100 else 100)
+        self.slow += (value - self.slow) / (seen if seen < 2000 else 2000)
         if seen < 400 or self.slow <= 0.0:
             return None
         ratio = self.fast / self.slow

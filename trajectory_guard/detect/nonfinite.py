@@ -10,6 +10,8 @@ __all__ = ["NonFiniteWatch"]
 RUN, RATE = 3, 0.05
 """Under a loss scaler: this many in a row, or this share over about 200 observations, is no longer normal. A scaler
 that halves at each overflow needs one or two skips, then grows only every 2000 steps (torch.amp.GradScaler)."""
+NEGLIGIBLE = 1e-4
+"""Rate that counts as none: one in 200 observations, forgotten for four times as long."""
 CALM = 64
 """Finite observations in a row that end an event."""
 
@@ -31,11 +33,16 @@ class NonFiniteWatch(PlainState):
         self.detected = 0
         self.severity = 0
 
-    def update(self, step: int, loss: float, forecast: float) -> list[Event] | None:
+    @property
+    def busy(self) -> bool:
+        """Whether a finite loss is news: one that is not was seen lately."""
+        return self.rate > 0.0 or self.detected > 0
+
+    def update(self, step: int, loss: float) -> list[Event] | None:
         """Take one observation; return the events that changed."""
         if loss - loss == 0.0:
             self.run = 0
-            self.rate -= self.rate / 200.0
+            self.rate = self.rate - self.rate / 200.0 if self.rate > NEGLIGIBLE else 0.0
             if self.detected:
                 self.calm += 1
                 if self.calm >= CALM:

@@ -24,6 +24,7 @@ class Onlookers(PlainState):
     """First loss, late start, end of the horizon, smoothed, quantised or sparse logs, tokens that cannot be."""
 
     __slots__ = (
+        "begun",
         "beyond_said",
         "calibration_said",
         "first_judged_step",
@@ -32,7 +33,6 @@ class Onlookers(PlainState):
         "jumped_at",
         "last_step",
         "root_weight",
-        "seen",
         "uniform_nats",
     )
 
@@ -44,17 +44,15 @@ class Onlookers(PlainState):
         self.root_weight = 1.0
         self.ignore_tokens = False
         self.jumped_at = 0
-        self.seen = 0
+        self.begun = False
         self.beyond_said = False
         self.calibration_said = False
 
-    def before(self, step: int, loss: float, known: bool, judge: LossJudge) -> list[Event] | None:
-        """Take a step before it is judged; `known` tells whether it has a forecast."""
-        self.seen += 1
-        if self.seen > 1:
-            if step > self.last_step and not self.beyond_said:
-                return [self._beyond(step)]
-            return None
+    def before(self, step: int, loss: float, judge: LossJudge) -> list[Event] | None:
+        """Take the first step, and steps beyond the horizon, before they are judged."""
+        if self.begun:
+            return [self._beyond(step)] if step > self.last_step and not self.beyond_said else None
+        self.begun = True
         events = []
         uniform = self.uniform_nats
         judge.untrained = uniform
