@@ -26,6 +26,8 @@ COMMANDS = {
     "inspect": Command("say what a fit holds, and draw it", "trajectory_guard.commands"),
     "plan": Command("say how many parameters and tokens a ladder recommends", "trajectory_guard.commands"),
     "replay": Command("run a guard over a log and print what it would have said", "trajectory_guard.replay"),
+    "report": Command("replay a log and write one page about the run", "trajectory_guard.report"),
+    "tensorboard": Command("add a guard to a TensorBoard run logged without", "trajectory_guard.add_tensorboard"),
     "watch": Command("guard a running run from outside, by the log that it writes", "trajectory_guard.watch"),
 }
 """Subcommands in the order help shows them. A module is imported only for its own command."""
