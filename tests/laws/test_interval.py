@@ -56,6 +56,12 @@ def test_a_lucky_ladder_is_not_believed_below_three_quarters():
     assert fit_interval(errors, 1e9).scale == pytest.approx(0.75 * K0)
 
 
+def test_a_ladder_of_one_size_promises_less_of_other_sizes_and_as_much_of_its_own():
+    one, more = fit_interval([], 1e9, sizes=1), fit_interval([], 1e9)
+    assert one.half_width(3e9, 1.0, 0.8) > 2 * more.half_width(3e9, 1.0, 0.8)
+    assert one.half_width(1e9, 1.0, 0.8) == pytest.approx(more.half_width(1e9, 1.0, 0.8), rel=0.1)
+
+
 def test_a_larger_target_a_lower_progress_and_a_higher_level_are_wider():
     made = fit_interval([], 1e9)
     at = [made.half_width(n, g, level) for n, g, level in ((2e9, 1, 0.8), (8e9, 1, 0.8), (8e9, 0.05, 0.8))]

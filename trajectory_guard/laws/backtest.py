@@ -15,7 +15,7 @@ from trajectory_guard.laws.interval import IntervalModel, NestedError, early_fac
 from trajectory_guard.laws.smooth import rung_curve
 from trajectory_guard.laws.terminal import TerminalFit
 
-__all__ = ["BacktestRow", "LawBacktest", "backtest_law", "format_backtest", "nested_errors", "score"]
+__all__ = ["BacktestRow", "LawBacktest", "backtest_law", "format_backtest", "score"]
 
 Kind = Literal["nested", "leave-out"]
 
@@ -170,15 +170,15 @@ class _Tester:
             return None
 
     def nested(self, rungs: Sequence[Rung]) -> tuple[list[BacktestRow], IntervalModel]:
-        errors, compared = self.nested_errors(rungs)
+        errors, compared = self._nested_errors(rungs)
         rows = []
         for count, fitted, rung, c in compared:
             # Only what the fitted sizes knew of themselves may set the interval of their forecast.
             promised = fit_interval([e for e in errors if e.target < count], _params(fitted))
             rows.append(_row(self.law.name, "nested", rung, fitted, c, promised))
-        return rows, fit_interval(errors, _params(rungs))
+        return rows, fit_interval(errors, _params(rungs), sizes=len(_sizes(rungs)))
 
-    def nested_errors(
+    def _nested_errors(
         self, rungs: Sequence[Rung]
     ) -> tuple[list[NestedError], list[tuple[int, list[Rung], Rung, "_Compared"]]]:
         sizes = _sizes(rungs)
@@ -196,11 +196,6 @@ class _Tester:
                 errors.append(NestedError(index, distance, rms))
                 compared += [(count, fitted, rung, c) for rung, c in pairs]
         return errors, compared
-
-
-def nested_errors(law: type[Law], rungs: Sequence[Rung]) -> list[NestedError]:
-    """Return one entry per fit of the j >= 2 smallest sizes and larger size: what `fit_interval` reads."""
-    return _Tester(law).nested_errors(rungs)[0]
 
 
 def _backtest_budgets(fit: TerminalFit) -> LawBacktest:
