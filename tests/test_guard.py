@@ -728,7 +728,7 @@ def test_a_channel_with_a_forecast_is_watched_against_it():
     rng = np.random.default_rng(0)
     guard = TrajectoryGuard(forecast, channel_forecasts={"weight_rms": course})
     for step, loss in enumerate(losses, 1):
-        value = course.loss(step) * math.exp(0.02 * rng.standard_normal()) * (2.0 if step >= 2000 else 1.0)
+        value = course.loss(step) * math.exp(0.02 * rng.standard_normal()) * (1.8 if step >= 2000 else 1.0)
         guard.observe(step, float(loss), channels={"weight_rms": value})
     (event,) = [event for event in guard.events if event.kind.startswith("channel")]
     assert abs(event.onset - 2000) <= 2
@@ -766,3 +766,12 @@ def test_a_batch_ramp_of_the_plan_rescales_the_noise():
         if step == 1600:
             assert verdict.residual_nats / verdict.residual_sigma == pytest.approx(0.01, rel=0.25)
     assert warnings_of(guard) == []
+
+
+def test_actions_of_channels_are_given_for_one_or_for_all():
+    for key in ("channel", "channel/grad_norm"):
+        guard = TrajectoryGuard(make_forecast(), actions={key: "stop"})
+        guard.observe(100, 3.0, channels={"loss_scale": 1.0})
+        assert not guard.should_stop
+        guard.observe(101, 3.0, channels={"grad_norm": math.nan})
+        assert guard.should_stop

@@ -46,7 +46,7 @@ class Actions:
             if isinstance(key, Severity) or str(key).lower() in names:
                 severity = key if isinstance(key, Severity) else names[str(key).lower()]
                 self._by_severity[severity] = chosen
-            elif key in KINDS:
+            elif str(key).partition("/")[0] in KINDS:
                 self._by_kind[str(key)] = chosen
             else:
                 raise TrajectoryGuardError(
@@ -55,8 +55,9 @@ class Actions:
 
     def of(self, event: Event) -> tuple[Action, ...]:
         """Return the actions that `event` asks for."""
-        if event.kind in self._by_kind:
-            return self._by_kind[event.kind]
+        for kind in (event.kind, event.kind.partition("/")[0]):
+            if kind in self._by_kind:
+                return self._by_kind[kind]
         return self._by_severity[max(severity for severity in self._by_severity if severity <= event.severity)]
 
     def take(self, event: Event) -> DivergenceError | None:

@@ -2,7 +2,7 @@
 
 import math
 
-from trajectory_guard.detect.baseline import Baseline
+from trajectory_guard.detect.baseline import robust_level
 from trajectory_guard.detect.change import MID_THRESHOLD, Cusum
 from trajectory_guard.detect.events import Event, Severity
 from trajectory_guard.detect.noise import CLIP, NoiseScale
@@ -14,10 +14,12 @@ __all__ = ["ChannelWatch"]
 CALIBRATION = 200
 """Observations that a channel's level is learnt from."""
 REFRESH = 32
-GATE = math.log(1.25)
-"""Smallest lasting change that is worth a word: 25 % for a positive channel. Nothing is known of a channel's own noise
-or bends beforehand, so this is far above what is flagged in a loss."""
-SPIKE_RATIO = math.log(1.5)
+GATE = math.log(1.5)
+"""Smallest lasting change that is worth a word: by half, for a positive channel. Nothing is known of a channel's own
+bends beforehand, so this is far above what is flagged in a loss."""
+SPIKE_RATIO = math.log(2.0)
+FOLLOW = 100.0
+"""Observations over which the level follows: a gradient norm may double within a few hundred healthy steps."""
 DRIFT = 0.5
 CALM = 64
 LEAST_SHARE_OF_SPREAD = 0.5
@@ -26,16 +28,16 @@ LEAST_SHARE_OF_SPREAD = 0.5
 class ChannelWatch(PlainState):
     """One scalar, on a logarithmic scale while it is positive, else on its own.
 
-    Three of five observations over 5 sigmas and 1.5 times the level warn: a gradient norm leads a loss spike by 4-40
-    steps. A lasting change of 25 % informs. The level is learnt with a delay, as the loss's is.
+    Three of five observations over 5 sigmas and twice the level warn: a gradient norm leads a loss spike by 4-40 steps.
+    A change by half within about 100 observations informs; slower ones are followed.
     """
 
     __slots__ = (
-        "baseline",
         "calm",
         "criterion",
         "detected",
         "down",
+        "level",
         "logarithmic",
         "noise",
         "observation",
@@ -51,7 +53,7 @@ class ChannelWatch(PlainState):
 
     def __init__(self) -> None:
         self.noise = NoiseScale()
-        self.baseline = Baseline()
+        self.level = 0.0
         self.spikes = Spikes()
         self.up, self.down = Cusum(), Cusum()
         self.sample: list[float] = []
@@ -87,13 +89,16 @@ class ChannelWatch(PlainState):
             self._calibrate(i, x)
             return self._count_calm(name, step, 0.0) if self.criterion else None
         sigma = self.noise.sigma
-        excess = x - self.baseline.level
+        excess = x - self.level
         u = excess / sigma
         y = CLIP if u > CLIP else -CLIP if u < -CLIP else u
         unit = 1.0 if self.logarithmic else 4.0 * sigma / GATE
         drift = max(DRIFT, GATE * unit / sigma)
-        up = self.up.update(step, y, u, drift, 2.0 * MID_THRESHOLD)
-        down = self.down.update(step, -y, -u, drift, 2.0 * MID_THRESHOLD)
+        # A channel with little noise has its gate many sigmas out: what passes it counts up to 1.5 an observation.
+        limit = drift + 1.5
+        beyond = limit if u > limit else -limit if u < -limit else u
+        up = self.up.update(step, beyond, u, drift, 2.0 * MID_THRESHOLD)
+        down = self.down.update(step, -beyond, -u, drift, 2.0 * MID_THRESHOLD)
         spiking = self.spikes.update(step, u > SIGMAS and excess > SPIKE_RATIO * unit)
         if self.criterion:
             return self._count_calm(name, step, excess)
@@ -106,7 +111,7 @@ class ChannelWatch(PlainState):
             self._open("change", Severity.INFO, side.onset, step, max(up, down), MID_THRESHOLD, size)
         else:
             self.noise.add(x, x, 1.0)
-            self.baseline.add(self.baseline.level + sigma * y)
+            self.level += sigma * y / FOLLOW
             if i % REFRESH == 0:
                 self.noise.refresh()
             return None
@@ -133,7 +138,7 @@ class ChannelWatch(PlainState):
             ordered = sorted(self.sample)
             spread = 0.7413 * (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4])
             self.noise.sigma = max(self.noise.sigma, LEAST_SHARE_OF_SPREAD * spread)
-            self.baseline.calibrate(self.sample, self.noise.sigma)
+            self.level = robust_level(self.sample[-100:], self.noise.sigma)
             self.sample = []
 
     def _open(

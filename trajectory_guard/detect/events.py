@@ -14,7 +14,6 @@ KINDS = (
     "change_up",
     "change_down",
     "off_forecast",
-    "runaway",
     "too_good",
     "noise_changed",
     "smoothed_loss",
@@ -31,7 +30,7 @@ KINDS = (
     "pairing_lost",
     "channel",
 )
-"""Every kind of event, in the words of docs/detection.md; `runaway` may also join an event of another kind."""
+"""Every kind of event, in the words of docs/detection.md; a channel's is `"channel/NAME"`."""
 
 
 class Severity(enum.IntEnum):
