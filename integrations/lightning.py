@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trajectory_guard.integrations.lightning_pin import pin_last_good
+
 from trajectory_guard.actions import Action
 from trajectory_guard.adapt import FitSource, GuardConfig, PlanSource
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
@@ -55,7 +57,8 @@ class _GuardHooks:
             fit: file of a fit, a `DelphiFit`, or a finished `Forecast`.
             plan: file of a plan or a `RunPlan`. Without one the horizon is the Trainer's, and `tokens_per_step` and
                 `active_params` are needed.
-            loss_key: key of the loss in what `training_step` returns; name one to leave auxiliary losses out.
+            loss_key: key of the loss in what `training_step` returns; name one to leave auxiliary losses out. With a
+                validation fit, the metric that is logged in validation, judged at the end of every validation.
             tokens_key: key of the number of predicted tokens of a micro-batch; without it micro-batches weigh the same.
             tokens_per_step: training tokens of one optimizer update, over all micro-batches and ranks.
             active_params: parameters used by one token, counted as the ladder's were.
@@ -130,10 +133,11 @@ class _GuardHooks:
         elif trainer.global_step:
             self._say(trainer, f"WARNING: the checkpoint has no state under {self.state_key!r}; the guard starts anew")
         self._restored = None
+        pin_last_good(trainer, self.guard)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Runs after every micro-batch on every rank; an optimizer step has ended when `global_step` moved."""
-        if self._intake is None or self.guard is None:
+        if self._intake is None or self.guard is None or self.guard.forecast.plan.split == "validation":
             return
         if outputs is not None and not (isinstance(outputs, Mapping) and not outputs):  # training_step -> None
             found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
@@ -147,12 +151,24 @@ class _GuardHooks:
             return
         self._global_step = trainer.global_step
         self._intake.end_step(trainer.global_step if pl_module.automatic_optimization else None)
-        if self.guard.checkpoint_requested:
+        self._act(trainer, self._intake)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Runs after every validation on every rank: a guard of a validation fit judges the metric `loss_key`."""
+        if self._intake is None or trainer.sanity_checking or self._intake.guard.forecast.plan.split == "train":
+            return
+        if self.loss_key not in trainer.callback_metrics:
+            raise TrajectoryGuardError(f"no metric {self.loss_key!r} among {sorted(trainer.callback_metrics)}")
+        self._intake.add(trainer.callback_metrics[self.loss_key])
+        self._intake.end_step(trainer.global_step)
+        self._act(trainer, self._intake)
+
+    def _act(self, trainer: Any, intake: LossIntake) -> None:
+        """Do what the guard asks for, on every rank at the same step."""
+        if intake.guard.checkpoint_requested:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-            trainer.save_checkpoint(
-                Path(folder) / f"{self._config.name.replace('/', '-')}-step={self._intake.step}.ckpt"
-            )
-        if self.guard.should_stop and not self._stopping:
+            trainer.save_checkpoint(Path(folder) / f"{self._config.name.replace('/', '-')}-step={intake.step}.ckpt")
+        if intake.should_stop and not self._stopping:
             self._stopping = trainer.should_stop = True
             if (trainer.min_steps or 0) > trainer.global_step or (trainer.min_epochs or 0) > trainer.current_epoch + 1:
                 self._say(

@@ -1,5 +1,6 @@
 """TrajectoryGuardCallback in real Trainers."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -379,6 +380,75 @@ def test_two_guards_of_one_run_keep_apart(tmp_path: Path):
     assert {f"TrajectoryGuardCallback[{name}]" for name in ("total", "lm")} <= set(saved)
     with pytest.raises(RuntimeError, match="state_key"):
         trainer(tmp_path, Watch(make_forecast()), Watch(make_forecast()))
+
+
+def test_validation_losses_are_watched_by_their_own_guard_beside_the_training_guard(tmp_path: Path):
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", ((self.layer(batch[:, :3]) - batch[:, 3:]) ** 2).mean())
+
+    plan = dataclasses.replace(make_forecast().plan, split="validation", metric="val_loss")
+    table = Forecast(plan, progress=[0.0, 1.0], loss=[1.0, 1.0], half_widths={0.8: 0.2, 0.95: 0.4})
+    train, val = Watch(make_forecast()), Watch(table, name="guard_val", loss_key="val_loss")
+    seen = []
+
+    class Sees(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                seen.append(float(trainer.callback_metrics["val_loss"]))
+
+    runner = trainer(tmp_path, train, val, Sees(), val_check_interval=10)
+    runner.fit(Validated(), loader(), loader(16))
+    assert [v.step for v in train.verdicts] == list(range(1, 41))
+    assert [v.step for v in val.verdicts] == [10, 20, 30, 40]
+    assert [v.loss for v in val.verdicts] == pytest.approx(seen)
+
+
+def test_the_checkpoint_to_roll_back_to_is_not_deleted(tmp_path: Path):
+    keeps = {"every_n_train_steps": 50, "monitor": "step", "mode": "max", "save_top_k": 3, "filename": "{step}"}
+    watch = Watch(make_forecast(400))
+    fit(
+        tmp_path,
+        watch,
+        model=Regression(nan_at=260),
+        callbacks=[ModelCheckpoint(tmp_path, **keeps)],
+        enable_checkpointing=True,
+        max_steps=400,
+    )
+    kept = {int(path.stem.split("=")[1]) for path in tmp_path.glob("step=*.ckpt")}
+    assert kept == {250, 300, 350, 400}
+
+
+@pytest.mark.filterwarnings("ignore")  # Between Lightning and jsonargparse.
+def test_lightning_cli_builds_the_callback_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+        trainer:
+          accelerator: cpu
+          max_steps: 40
+          logger: false
+          callbacks:
+            - class_path: trajectory_guard.integrations.lightning.TrajectoryGuardCallback
+              init_args:
+                fit: {ROOT}/examples/fits/moe_tiny.json
+                tokens_per_step: 64
+                active_params: 16
+                schedule: {{shape: linear, warmup: 0.03}}
+                actions: {{critical: [checkpoint, stop], warning: warn}}
+                events_path: {tmp_path}/events.jsonl
+        """
+    )
+    given = {"args": ["--config", str(config)], "save_config_callback": None, "seed_everything_default": False}
+    cli = LightningCLI(Regression, run=False, **given)
+    )
+    (watch,) = [c for c in cli.trainer.callbacks if isinstance(c, TrajectoryGuardCallback)]
+    assert watch._config.actions == {"critical": ["checkpoint", "stop"], "warning": "warn"}
+    assert watch._config.schedule == LRSchedule(shape="linear", warmup=0.03)
 
 
 def test_the_pytorch_lightning_package_works_as_well(tmp_path: Path):
