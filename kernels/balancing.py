@@ -300,11 +300,11 @@ def attach(
 ) -> torch.utils.hooks.RemovableHandle:
     """Update every balancer once per optimizer step, after it, from the sums over all ranks of `group`.
 
-    After, not before: where `optimizer.step(closure)` runs forward and backward itself (Lightning does), a hook before it
-    would see the counts of the step before, and a checkpoint in between would lose them.
+    After, not before: where `optimizer.step(closure)` runs forward and backward itself (Lightning does), a hook before
+    it would see the counts of the step before, and a checkpoint in between would lose them.
 
     All layers travel in one all-reduce (the exact quantile method gathers a layer at a time besides). Every rank must
-    step the same number of times: the collective is in `optimizer.step`, and a rank that skips one hangs the rest.
+    step the same number of times: the collective is in `optimizer.step`, and a rank that skips it hangs the rest.
 
     Args:
         optimizer: its step post-hook is used.

@@ -16,7 +16,15 @@ from trajectory_guard.kernels.balancing import (
     histogram_quantile,
     load_metrics,
 )
-from trajectory_guard.kernels.routing import RoutingError, route
+from trajectory_guard.kernels.routing import (
+    RoutingError,
+    gather,
+    load_balance_loss,
+    permute,
+    route,
+    unpermute,
+    z_loss,
+)
 
 RULES = {
     "exact": lambda e, k: QuantileBalancing(e, k, method="exact"),
@@ -258,3 +266,26 @@ def test_load_metrics_are_the_textbook_ones():
         assert m.dead == load.count(0)
         assert m.entropy == pytest.approx(-(p[p > 0] * np.log(p[p > 0])).sum() / np.log(3), abs=1e-6)
     assert load_metrics(torch.zeros(4)).max_violation == -1.0
+
+
+def test_training_a_layer_is_bitwise_repeatable():
+    def train():
+        torch.manual_seed(0)
+        gate = torch.nn.Parameter(torch.randn(12, 8))
+        experts = torch.nn.Parameter(torch.randn(8, 12, 12) * 0.1)
+        balancer = QuantileBalancing(8, 2)
+        optimizer = torch.optim.AdamW([gate, experts], lr=0.01)
+        attach(optimizer, [balancer])
+        for _ in range(10):
+            x = torch.randn(200, 12)
+            r = route(x @ gate, 2, bias=balancer.bias, cutoff=True)
+            balancer.observe(r, x @ gate)
+            order, pos, offs = permute(r.experts, 8)
+            rows = gather(x, order, pos).split(offs.diff(prepend=offs.new_zeros(1)).tolist())
+            y = unpermute(torch.cat([a @ w for a, w in zip(rows, experts, strict=True)]), pos, r.weights)
+            optimizer.zero_grad()
+            ((y - x.flip(1)).square().mean() + load_balance_loss(r) + z_loss(r)).backward()
+            optimizer.step()
+        return gate.detach(), experts.detach(), balancer.bias.clone()
+
+    assert all(torch.equal(a, b) for a, b in zip(train(), train(), strict=True))
