@@ -1,5 +1,6 @@
 """The package as users get it: one top-level name, no framework at import, the same files in every kind of install."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -83,7 +84,13 @@ def test_the_wheel_alone_fits_and_forecasts_without_any_extra(wheel: Path, tmp_p
     run(python, "-m", "pip", "install", "-q", wheel, cwd=tmp_path)
     command = [python, "-m", "trajectory_guard"]
     run(*command, "fit", ROOT / "examples" / "ladder" / "manifest.toml", "-o", "fit.json", cwd=tmp_path)
-    assert (tmp_path / "fit.json").read_bytes() == (ROOT / "examples" / "fits" / "moe_tiny.json").read_bytes()
-    code = "from trajectory_guard.integrations.lightning import TrajectoryGuardCallback"
+    made, committed = (
+        json.loads(path.read_text()) for path in (tmp_path / "fit.json", ROOT / "examples" / "fits" / "moe_tiny.json")
+    )
+    # Last digits may differ between processors and linear-algebra libraries; what was fitted may not.
+    assert made["law"] == committed["law"]
+    assert made["recipe"] == committed["recipe"]
+    assert made["interval"] == pytest.approx(committed["interval"], rel=1e-3)
+    code = "from trajectory_guard.integrations.lightning import TrajectoryGuardCallback as C; C('fit.json')"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert 'pip install "trajectory-guard[lightning]"' in done.stderr
