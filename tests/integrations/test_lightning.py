@@ -445,7 +445,6 @@ def test_lightning_cli_builds_the_callback_from_yaml(tmp_path: Path, monkeypatch
     )
     given = {"args": ["--config", str(config)], "save_config_callback": None, "seed_everything_default": False}
     cli = LightningCLI(Regression, run=False, **given)
-    )
     (watch,) = [c for c in cli.trainer.callbacks if isinstance(c, TrajectoryGuardCallback)]
     assert watch._config.actions == {"critical": ["checkpoint", "stop"], "warning": "warn"}
     assert watch._config.schedule == LRSchedule(shape="linear", warmup=0.03)
