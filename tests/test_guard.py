@@ -517,22 +517,44 @@ def faulty_losses(forecast: Forecast) -> np.ndarray:
     return losses
 
 
+def everything(forecast: Forecast) -> TrajectoryGuard:
+    """A guard with every detector at work: a reference that is lost, and two declared changes."""
+    residual = 2.0 * np.random.default_rng(0).standard_normal(STEPS)
+    residual[:1700] *= NOISE / 2.0
+    guard = TrajectoryGuard(forecast, paired=PairedReference(step=np.arange(1, STEPS + 1), residual=residual))
+    guard.expect(1500, "new data")
+    guard.expect(2500, "another loss", kind="loss_definition")
+    return guard
+
+
+def watch_everything(guard: TrajectoryGuard, losses: np.ndarray, first_step: int = 1) -> list[str]:
+    said = []
+    for step, loss in enumerate(losses.tolist(), first_step):
+        norm = 1.0 + 0.1 * math.sin(step * step) + (5.0 if 1200 <= step < 1210 else 0.0)
+        tokens = 4096 if step < 1800 else 2048
+        said.append(repr(guard.observe(step, loss, tokens=tokens, channels={"grad_norm": norm, "x": -norm})))
+        if step % 300 == 0:
+            guard.note_checkpoint(step)
+    return said
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, STEPS - 1))
 def test_a_resumed_guard_gives_the_verdicts_of_one_that_never_stopped(k):
     forecast = make_forecast()
     losses = faulty_losses(forecast)
-    whole = TrajectoryGuard(forecast)
-    expected = watch(whole, losses)
-    first = TrajectoryGuard(forecast)
-    watch(first, losses[:k])
+    whole = everything(forecast)
+    expected = watch_everything(whole, losses)
+    first = everything(forecast)
+    watch_everything(first, losses[:k])
     state = json.loads(json.dumps(first.state_dict(), allow_nan=False))
-    second = TrajectoryGuard(forecast)
+    second = TrajectoryGuard(forecast, paired=first._watcher._paired)
     second.load_state_dict(state)
-    later = watch(second, losses[k:], k + 1)
-    assert [repr(verdict) for verdict in later] == [repr(verdict) for verdict in expected[k:]]
+    assert watch_everything(second, losses[k:], k + 1) == expected[k:]
     assert second.events == whole.events
     assert second.state_dict() == whole.state_dict()
+    kinds = {event.kind for event in whole.events}
+    assert {"spike", "non_finite", "planned_change", "channel/grad_norm", "pairing_lost"} <= kinds
 
 
 def test_the_state_is_small_and_loads_with_weights_only(tmp_path):
