@@ -159,8 +159,11 @@ def haegele(folder: Path) -> dict[str, Rung]:
     return out
 
 
-def losscast(folder: Path, source: str) -> dict[tuple[str, ...], list[Rung]]:
-    """Runs of losscast-bench of one source, grouped by recipe: equal in all but size and horizon."""
+def losscast(folder: Path, source: str, *, plain: bool = False) -> dict[tuple[str, ...], list[Rung]]:
+    """Runs of losscast-bench of one source, grouped by recipe: equal in all but size and horizon.
+
+    `plain` leaves out nanochat's runs of another width-to-depth ratio, attention window or embedding rate.
+    """
     keys = {
         "nanochat": ("lr", "wd", "warmdown_ratio", "final_lr_ratio"),
         "marin": ("opt", "beta1", "beta2", "lr", "wd", "batch_tokens", "warmup", "sched", "final_lr_ratio"),
@@ -187,6 +190,8 @@ def losscast(folder: Path, source: str) -> dict[tuple[str, ...], list[Rung]]:
         else:
             schedule = LRSchedule(shape="cosine", warmup=warmup, final=final)
         made = rung(r["id"], curves[r["id"]], steps=steps, batch=batch, params=params, schedule=schedule)
+        if plain and any(word in r["run"] for word in ("_ar", "_wp", "_elr", "_test")):
+            continue
         if made and healthy(made):
             groups[tuple(r[key] for key in keys)].append(made)
     return dict(groups)
@@ -236,15 +241,19 @@ def holdouts(folder: Path, *, most: int = 12) -> Iterator[Holdout]:
         family="haegele", case="<=93M -> 124M, 152M", fit=small,
         targets=[run for run in every if run.plan.active_params > 1e8],
     )  # fmt: skip
-    for source in ("nanochat", "marin", "steplaw"):
-        ladders = [(key, by_size(group)) for key, group in losscast(folder, source).items()]
+    for source, plain in (("nanochat", True), ("nanochat", False), ("marin", False), ("steplaw", False)):
+        ladders = [(key, by_size(group)) for key, group in losscast(folder, source, plain=plain).items()]
         usable = [(key, sizes) for key, sizes in ladders if len(sizes) >= 2]
         # Most sizes first, then most runs to fit, then the name: the same choice every time.
         usable.sort(key=lambda item: (-len(item[1]), -sum(map(len, item[1].values())), item[0]))
         for key, sizes in usable[:most]:
             *fit, targets = sizes.values()
+            case = "d8 -> d12 " * plain + "/".join(key)
             yield Holdout(
-                family=source, case="/".join(key), fit=[run for group in fit for run in group], targets=targets
+                family=f"{source} d8 -> d12" if plain else source,
+                case=case,
+                fit=[run for group in fit for run in group],
+                targets=targets,
             )
 
 
