@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from moe_lm import MoEConfig, MoELM
 from options import Setup, parse
+from outcome import tell
 from recipe import CLIP, CONTEXT, batches_of, optimizer_of
-from table import compare
 from trajectory_guard.integrations.lightning import TrajectoryGuardCallback
 
 LOG_EVERY = 50
@@ -84,11 +84,7 @@ def main() -> None:
     setup = parse(__doc__ or "", resumable=True)
     module, guard = train(setup)
     assert guard is not None and guard.guard is not None
-    forecast = guard.guard.forecast
-    print("\nForecast against observed loss, from this run:\n")
-    print(compare(module.losses.tolist(), forecast).table)
-    for event in guard.guard.events:
-        print(f"{event.severity.name}: {event.sentence}")
+    tell(setup, module.losses.tolist(), guard.guard)
 
 
 if __name__ == "__main__":

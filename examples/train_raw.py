@@ -5,8 +5,8 @@ python examples/train_raw.py --fault data           # bytes permuted from half o
 """
 
 from options import Setup, parse
+from outcome import tell
 from recipe import Training
-from table import compare
 
 from trajectory_guard import TrajectoryGuard, load_fit
 from trajectory_guard.sinks.console import ConsoleSink
@@ -31,11 +31,8 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
 
 
 def main() -> None:
-    losses, guard = train(parse(__doc__ or ""))
-    print("\nForecast against observed loss, from this run:\n")
-    print(compare(losses, guard.forecast).table)
-    for event in guard.events:
-        print(f"{event.severity.name}: {event.sentence}")
+    setup = parse(__doc__ or "")
+    tell(setup, *train(setup))
 
 
 if __name__ == "__main__":

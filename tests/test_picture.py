@@ -36,6 +36,12 @@ def test_a_run_of_any_length_is_drawn_with_its_events(forecast: Forecast, steps:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_without_a_known_statistic_is_drawn(forecast: Forecast) -> None:
+    unknown = np.full(9, np.nan)
+    record = RunRecord(step=np.arange(30, 39), loss=np.full(9, 2.0), statistic=unknown, threshold=unknown)
+    assert draw_run(forecast, record).axes[2].get_legend() is None
+
+
 def test_the_drawn_mean_is_the_mean_of_the_observed_losses(forecast: Forecast) -> None:
     rng = np.random.default_rng(0)
     loss = rng.normal(2.0, 0.1, 1000)

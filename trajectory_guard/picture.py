@@ -160,7 +160,8 @@ def _draw_statistic(axis: "Axes", record: RunRecord) -> None:
             at, _, _, high = _stretches(record.step[known], values[known], POINTS)
             axis.plot(at, high, color=colour, linestyle=style, linewidth=1.0, label=label)
     axis.set_ylabel("statistic (sigmas)")
-    axis.legend(loc="upper left", frameon=False, ncols=2)
+    if axis.lines:  # Before calibration is over there is no statistic.
+        axis.legend(loc="upper left", frameon=False, ncols=2)
 
 
 def _mark_events(axes: "Sequence[Axes]", events: Sequence[Event]) -> None:
