@@ -104,10 +104,23 @@ def outcome(model: Line, guard: TrajectoryGuard | None, verdicts: list, steps: i
 
 def run_raw(job: Job) -> Outcome:
     """A plain loop; under several ranks, DistributedDataParallel."""
-    from trajectory_guard.intake import LossIntake
+    model = Line()
+    return _loop(job, model, torch.nn.parallel.DistributedDataParallel(model) if job.ranks > 1 else model)
+
+
+def run_fsdp2(job: Job) -> Outcome:
+    """A plain loop with sharded weights; only for several ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     model = Line()
-    net = torch.nn.parallel.DistributedDataParallel(model) if job.ranks > 1 else model
+    fully_shard(model, mesh=init_device_mesh("cpu", (job.ranks,)))
+    return _loop(job, model, model)
+
+
+def _loop(job: Job, model: Line, net: torch.nn.Module) -> Outcome:
+    from trajectory_guard.intake import LossIntake
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch, verdicts, first = None, [], 1
     if job.watched:
@@ -376,7 +389,7 @@ def rank_main(rank: int, ranks: int, port: int, folder: Path, name: str) -> None
         NODE_RANK="0",
         ACCELERATE_USE_CPU="true",
     )
-    if name == "raw":
+    if name in ("raw", "fsdp2"):
         torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     collectives = 0
     all_reduce = torch.distributed.all_reduce
@@ -389,7 +402,7 @@ def rank_main(rank: int, ranks: int, port: int, folder: Path, name: str) -> None
     torch.distributed.all_reduce = counted
     rows = []
     for job in scenarios(folder, rank, ranks):
-        result = ADAPTERS[name](job)
+        result = {**ADAPTERS, "fsdp2": run_fsdp2}[name](job)
         rows.append(
             {
                 "losses": [repr(v.loss) for v in result.verdicts],
