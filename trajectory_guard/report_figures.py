@@ -2,9 +2,11 @@
 
 import dataclasses
 import io
+import re
 import textwrap
 import warnings
 import xml.etree.ElementTree as ET
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +44,9 @@ LABEL_GAP = 0.02
 
 STRETCHES = 200
 """Stretches of a logarithmic step axis whose means are drawn."""
+
+_LINK = re.compile(r"(?:(?<=^)|(?<=url\())#([\w-]+)")
+"""A reference to an id, as a whole attribute or in `url(#...)`; not a colour inside a style."""
 
 SVG = "http://www.w3.org/2000/svg"
 
@@ -111,7 +116,7 @@ def draw_ladder(fit: DelphiFit, forecast: Forecast) -> "Figure":
 
 
 def svg(draw: Callable[[], "Figure"], *, label: str) -> str:
-    """Return a figure as an `<svg>` element for inline use: no ids of its own but its clip paths, page colours.
+    """Return a figure as an `<svg>` element for inline use, in the colours of the page.
 
     Args:
         draw: makes the figure.
@@ -131,15 +136,18 @@ def svg(draw: Callable[[], "Figure"], *, label: str) -> str:
         for child in list(parent):
             if child.tag.endswith("}metadata") or child.tag.endswith("}style"):
                 parent.remove(child)
-    used = {value.split("#")[-1].rstrip(")") for item in root.iter() for value in item.attrib.values() if "#" in value}
+    used = {link for item in root.iter() for value in item.attrib.values() for link in _LINK.findall(value)}
+    prefix = f"f{zlib.crc32(label.encode()):x}-"
     for item in root.iter():
-        if item.attrib.get("id") not in used:
-            item.attrib.pop("id", None)
-        for name, value in item.attrib.items():
-            if name in ("style", "stroke", "fill"):
+        for name, value in list(item.attrib.items()):
+            if name == "id" and value not in used:
+                del item.attrib[name]
+            elif name == "id":
+                item.set(name, prefix + value)  # One page holds several drawings with glyphs of the same names.
+            elif "#" in value:
                 for colour, on_page in PAGE_COLOURS.items():
                     value = value.replace(colour, on_page)
-                item.set(name, value)
+                item.set(name, _LINK.sub(lambda link: f"#{prefix}{link[1]}", value))
     for size in ("width", "height"):
         root.attrib.pop(size, None)
     root.set("role", "img")
@@ -211,7 +219,9 @@ def _log_means(record: RunRecord) -> RunRecord:
     """The record as means over stretches of equal ratio of steps, without its statistic."""
     usable = np.isfinite(record.loss) & (record.loss > 0)
     step, loss = record.step[usable], record.loss[usable]
-    edges = np.unique(np.searchsorted(step, np.geomspace(step[0], step[-1] + 1, STRETCHES + 1)[:-1]))
+    # Rounding may put the first edge beyond the first step, and the last beyond the last one.
+    edges = np.searchsorted(step, np.geomspace(step[0], step[-1] + 1, STRETCHES + 1)[1:-1])
+    edges = np.unique(np.append(0, edges[edges < len(step)]))
     count = np.diff(np.append(edges, len(step)))
     return RunRecord(
         step=np.round(np.add.reduceat(step, edges) / count).astype(np.int64),
