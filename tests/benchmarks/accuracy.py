@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 from baselines import ChinchillaEachStep, NearestCollapse
-from shared_ladders import Holdout, by_size, data_folder, evaluated, holdouts, read
+from shared_ladders import Holdout, by_size, data_folder, evaluated, holdouts, mixture, read
 
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.ladder import Ladder, Rung
 from trajectory_guard.laws import interval as intervals
+from trajectory_guard.laws.backtest import backtest_law
 from trajectory_guard.laws.interval import NestedError, early_factor, fit_interval, size_distance
 from trajectory_guard.laws.isoflop import isoflop_optima
+from trajectory_guard.laws.progress import MatchedProgress, published_forecast
 from trajectory_guard.laws.schedule import ScheduleAwareLaw
 from trajectory_guard.laws.surface import Surface, fit_surface
 from trajectory_guard.laws.terminal import TerminalFit
@@ -92,8 +94,6 @@ def terminal() -> None:
 
 
 def hero() -> None:
-    from trajectory_guard.laws.progress import published_forecast
-
     grid = read(FOLDER, "hero_ladder_eval_grid.csv")
     names = ("d768", "d1024", "d1536", "d2048")
     losses = {n: {r["fraction_snapped"]: float(r["loss_eval_dropless_paloma_macro"]) for r in grid if r["rung"] == n}
@@ -105,8 +105,18 @@ def hero() -> None:
         g, [[losses[n][k] for k in shared] for n in names[:3]], [facts[n] for n in names[:3]], facts["d2048"]
     )
     error = 100 * np.abs(np.array([losses["d2048"][k] for k in shared]) / made.loss - 1)
-    print(f"\n# d2048 of the MoE ladder, the published way: mean {error.mean():.2f} max {error.max():.2f} %")
-    print("(its smoothed form and the 535B run: tests/laws/test_progress.py)")
+    print(f"\n# d2048 of the MoE ladder\n\nthe published way: mean {error.mean():.2f} max {error.max():.2f} %")
+    rungs, target = mixture(FOLDER)
+    law = MatchedProgress.fit(Ladder(rungs=tuple(rungs[:3])))
+    curve = rungs[3].curves[0]
+    at = rungs[3].plan.progress(curve.step)
+    error = 100 * np.abs(curve.loss / law.loss(rungs[3].plan, at) - 1)
+    falls = np.all(np.diff(law.loss(rungs[3].plan, np.linspace(0.05, 1, 500))) <= 0)
+    print(f"matched progress: mean {error.mean():.2f} max {error.max():.2f} %, monotone: {bool(falls)}")
+    found = backtest_law(MatchedProgress, Ladder(rungs=tuple(rungs))).interval
+    assert found is not None
+    half = 100 * found.half_width(target.active_params, np.arange(0.05, 1.01, 0.05), 0.95)
+    print(f"535B run: 95 % half-width between {half.min():.1f} and {half.max():.1f} % at the 20 published points")
 
 
 def judged(law, targets: list[Rung]) -> list[tuple[Rung, np.ndarray, np.ndarray]]:
@@ -167,8 +177,8 @@ def families() -> None:
     table(("family", "this law", "Chinchilla each step", "nearest collapse"), rows, "Median over the cases of a family")
     print(
         "\nWhere it fails: `nanochat` ladders have one size (d8 -> d12) or sizes of other width-to-depth ratios, and\n"
-        "runs of a few hundred steps whose start is not over at 5 %; `marin` ladders have one size, so that the priors\n"
-        "alone say what size does; `steplaw` keeps one peak rate and batch for all sizes, off each one's own optimum."
+        "runs of a few hundred steps whose start is not over at 5 %; `marin` ladders have one size, so the priors\n"
+        "alone say what size does; `steplaw` keeps one peak rate and batch for all sizes, off each one's optimum."
     )
 
 

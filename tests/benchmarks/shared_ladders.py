@@ -197,6 +197,31 @@ def losscast(folder: Path, source: str, *, plain: bool = False) -> dict[tuple[st
     return dict(groups)
 
 
+def mixture(folder: Path) -> tuple[list[Rung], RunPlan]:
+    """The published mixture-of-experts ladder, d768 to d2048, and the plan of its 535B target."""
+    points = defaultdict(list)
+    for row in read(folder, "hero_ladder_eval_grid.csv"):
+        points[row["rung"]].append(row)
+    rungs, plans = [], {}
+    for facts in read(folder, "hero_ladder_rungs.csv"):
+        batch = int(facts["batch_seqs_4096"]) * 4096
+        plans[facts["rung"]] = RunPlan(
+            total_steps=int(facts["total_steps"]),
+            tokens_per_step=batch,
+            active_params=float(facts["active_params"]),
+            schedule=LRSchedule(shape="linear"),
+            flops_per_token=float(facts["flops_per_step_excl_lm_head"]) / batch,
+            flops_convention="per-token-excluding-lm-head",
+            split="validation",
+        )
+    for name in ("d768", "d1024", "d1536", "d2048"):
+        step = np.array([int(row["step"]) + 1 for row in points[name]])  # the source counts from 0
+        loss = np.array([float(row["loss_eval_dropless_paloma_macro"]) for row in points[name]])
+        curve = LossCurve(step=step, tokens=plans[name].tokens(step), loss=loss)
+        rungs.append(Rung(name=name, plan=plans[name], curves=(curve,)))
+    return rungs, next(plan for name, plan in plans.items() if "hero" in name)
+
+
 def healthy(run: Rung) -> bool:
     """Finished, and ends within half a percent of its lowest loss: a diverged run tests no forecast."""
     curve = run.curves[0]
