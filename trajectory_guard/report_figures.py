@@ -193,7 +193,7 @@ def _style() -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise MissingExtraError("matplotlib", "report") from error
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    style: dict[str, Any] = {**dict.fromkeys(ink, INK), "axes.facecolor": "none", "font.size": 10}
+    style: Any = {**dict.fromkeys(ink, INK), "axes.facecolor": "none", "font.size": 10}
     with matplotlib.rc_context(style):
         yield
 
