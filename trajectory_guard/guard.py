@@ -6,10 +6,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from trajectory_guard.actions import Action, Actions
+from trajectory_guard.course import Course
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.journal import Journal
+from trajectory_guard.laws.calibrate import Outlook, outlook
 from trajectory_guard.observation import loss_value, step_value, tokens_value
 from trajectory_guard.paired import PairedReference
 from trajectory_guard.planned import ChangeKind, PlannedChange
@@ -81,6 +83,7 @@ class TrajectoryGuard:
         )
         for change in forecast.plan.changes:
             self._watcher.declared.declare(change.step, change.kind, change.reason)
+        self._course = Course(forecast.plan.total_steps)
         self._next_log = 0
         self._started = False
         self._closed = False
@@ -97,7 +100,7 @@ class TrajectoryGuard:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The latest state of every event, oldest flag first (the latest 128)."""
+        """The latest state of every event, oldest flag first (the latest 100)."""
         return self._journal.events
 
     @property
@@ -142,7 +145,10 @@ class TrajectoryGuard:
             self._journal.start(self.forecast, self._watcher.last_step or None)
         if step < self._watcher.last_step:
             self._next_log = step
+            self._course.go_back(step)
         verdict = self._watcher.observe(step, loss, tokens, channels)
+        if verdict.forecast > 0.0 and 0.0 < loss < math.inf:
+            self._course.add(step, loss, verdict.forecast)
         log = step >= self._next_log
         if log:
             self._next_log = (step // self.log_every_n_steps + 1) * self.log_every_n_steps
@@ -151,6 +157,20 @@ class TrajectoryGuard:
             if error:
                 raise error
         return verdict
+
+    def outlook(self, level: float = 0.8) -> Outlook | None:
+        """Return the final loss to expect given what was seen, with its interval; None before 15 % of training.
+
+        A part of the recent residual is carried to the end: half of it, and from half of training on the progress
+        itself. See `laws.calibrate.outlook` for what was back-tested.
+
+        Args:
+            level: level of the interval.
+        """
+        step = self._watcher.last_step
+        if step < 1:
+            return None
+        return outlook(self.forecast, step, self._course.recent_log_ratio(self.forecast, step), level=level)
 
     def expect(
         self, step: int | None = None, reason: str = "", *, tokens: float | None = None, kind: ChangeKind = "data"
@@ -194,6 +214,7 @@ class TrajectoryGuard:
             "should_stop": self._actions.stop,
             "checkpoint_requested": self._actions.checkpoint,
             "watcher": self._watcher.state(),
+            "course": self._course.state(),
             "events": self._journal.state(),
         }
 
@@ -212,6 +233,7 @@ class TrajectoryGuard:
             )
         try:
             self._watcher.load_state(state["watcher"])
+            self._course.load_state(state["course"])
             self._journal.load_state(state["events"])
             self._next_log = int(state["next_log"])
             self._actions.stop = bool(state["should_stop"])
