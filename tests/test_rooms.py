@@ -19,7 +19,7 @@ ROOMS = (
     ("laws.",),
     ("fit",),
     # What watches, knowing forecasts and not fits.
-    ("actions", "paired", "expectation", "sinks."),
+    ("actions", "paired", "expectation", "course", "sinks."),
     ("journal", "watcher"),
     ("guard",),
     ("intake",),
