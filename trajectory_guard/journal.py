@@ -11,7 +11,7 @@ from trajectory_guard.sinks.base import FusedSink, Sink
 
 __all__ = ["Journal"]
 
-KEPT = 128
+KEPT = 100
 """Events kept in memory and state; the oldest closed ones go first, those that only inform before the others."""
 
 

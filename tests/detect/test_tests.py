@@ -111,7 +111,7 @@ def test_memory_of_replayed_losses_is_bounded():
     replayed = Replayed()
     for step in range(1, 10_000):
         replayed.remember(step, 3.0)
-    assert len(replayed.losses) == 2048 and min(replayed.losses) == 10_000 - 2048
+    assert len(replayed.losses) == 1024 and min(replayed.losses) == 10_000 - 1024
 
 
 def test_rollback_needs_a_checkpoint_well_before_the_onset():

@@ -224,6 +224,12 @@ class LevelWatch(PlainState):
 
     def _off_forecast(self, step: int, residual: float, promise: float, sigma: float) -> list[Alarm] | None:
         above, below = (residual - promise) / sigma, (-residual - promise) / sigma
+        if above < -1.0 and below < -1.0 and not (self.off_up.statistic or self.off_down.statistic):
+            # Well inside, and no evidence to carry: what `Evidence.update` would do to both sides.
+            if self.off_onset_up.seen or self.off_onset_down.seen:
+                self.off_onset_up.update(step, max(above, -4.0), residual, 0.0, 1e3)
+                self.off_onset_down.update(step, max(below, -4.0), -residual, 0.0, 1e3)
+            return None
         alarms = None
         for sign, z, evidence, onset in (
             (1, above, self.off_up, self.off_onset_up),

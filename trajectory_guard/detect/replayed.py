@@ -8,7 +8,7 @@ from trajectory_guard.detect.state import PlainState
 
 __all__ = ["Replayed", "correlation"]
 
-MEMORY = 2048
+MEMORY = 1024
 """Losses remembered."""
 TOLERANCE_NATS = 2e-3
 """Difference to look into. Re-trained steps on identical batches differ by 1.6e-4 nats (sd) from kernel order alone."""
@@ -31,7 +31,7 @@ def correlation(xs: list[float], ys: list[float]) -> float:
 
 
 class Replayed(PlainState):
-    """The last 2048 losses by step, and the comparison with steps that are trained again."""
+    """The last 1024 losses by step, and the comparison with steps that are trained again."""
 
     __slots__ = ("before", "losses", "now", "said")
 
