@@ -134,7 +134,7 @@ class TrajectoryGuard:
             TrajectoryGuardError: an argument is not what it should be; the message says what to do.
             DivergenceError: an event's configured action is `"raise"`; everything was written before.
         """
-        step = step_value(step)
+        step = step if type(step) is int and step > 0 else step_value(step)
         loss = loss if type(loss) is float else loss_value(loss)
         if tokens is not None:
             tokens = tokens_value(tokens)

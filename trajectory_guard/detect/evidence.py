@@ -17,8 +17,14 @@ ALARM = 1e6
 """Alarm level = the proved lower bound of the mean number of observations to a false alarm."""
 NEGLIGIBLE = 2.0
 """Evidence that is dropped, not carried, when z < -1 speaks against it: dropping only lowers the statistic."""
-_B0, _B1, _B2, _B3, _B4 = BETS
-_C0, _C1, _C2, _C3, _C4 = (math.exp(-0.5 * VARIANCE * bet * bet) for bet in BETS)
+_COSTS = tuple(math.exp(-0.5 * VARIANCE * bet * bet) for bet in BETS)
+# cost x G(bet z) as a polynomial in z for z >= 0, and one over it for z < 0: constant, linear and square coefficients.
+(_C0, _C1, _C2, _C3, _C4) = _COSTS
+(_L0, _L1, _L2, _L3, _L4) = (cost * bet for bet, cost in zip(BETS, _COSTS, strict=True))
+(_S0, _S1, _S2, _S3, _S4) = (cost * bet * bet / 2.0 for bet, cost in zip(BETS, _COSTS, strict=True))
+(_D0, _D1, _D2, _D3, _D4) = (1.0 / cost for cost in _COSTS)
+(_M0, _M1, _M2, _M3, _M4) = (bet / cost for bet, cost in zip(BETS, _COSTS, strict=True))
+(_T0, _T1, _T2, _T3, _T4) = (bet * bet / 2.0 / cost for bet, cost in zip(BETS, _COSTS, strict=True))
 
 
 class Evidence(PlainState):
@@ -62,21 +68,21 @@ class Evidence(PlainState):
             if self.statistic:
                 self.reset()
             return 0.0
-        # Unrolled: this is called four times per observation. a0..a4 are lambda z.
+        # Unrolled: this is called up to four times per observation.
         m0, m1, m2, m3, m4 = self.masses
-        a0, a1, a2, a3, a4 = _B0 * z, _B1 * z, _B2 * z, _B3 * z, _B4 * z
+        zz = z * z
         if z >= 0.0:
-            m0 = (m0 + 1.0) * _C0 * (1.0 + a0 + 0.5 * a0 * a0)
-            m1 = (m1 + 1.0) * _C1 * (1.0 + a1 + 0.5 * a1 * a1)
-            m2 = (m2 + 1.0) * _C2 * (1.0 + a2 + 0.5 * a2 * a2)
-            m3 = (m3 + 1.0) * _C3 * (1.0 + a3 + 0.5 * a3 * a3)
-            m4 = (m4 + 1.0) * _C4 * (1.0 + a4 + 0.5 * a4 * a4)
+            m0 = (m0 + 1.0) * (_C0 + _L0 * z + _S0 * zz)
+            m1 = (m1 + 1.0) * (_C1 + _L1 * z + _S1 * zz)
+            m2 = (m2 + 1.0) * (_C2 + _L2 * z + _S2 * zz)
+            m3 = (m3 + 1.0) * (_C3 + _L3 * z + _S3 * zz)
+            m4 = (m4 + 1.0) * (_C4 + _L4 * z + _S4 * zz)
         else:
-            m0 = (m0 + 1.0) * _C0 / (1.0 - a0 + 0.5 * a0 * a0)
-            m1 = (m1 + 1.0) * _C1 / (1.0 - a1 + 0.5 * a1 * a1)
-            m2 = (m2 + 1.0) * _C2 / (1.0 - a2 + 0.5 * a2 * a2)
-            m3 = (m3 + 1.0) * _C3 / (1.0 - a3 + 0.5 * a3 * a3)
-            m4 = (m4 + 1.0) * _C4 / (1.0 - a4 + 0.5 * a4 * a4)
+            m0 = (m0 + 1.0) / (_D0 - _M0 * z + _T0 * zz)
+            m1 = (m1 + 1.0) / (_D1 - _M1 * z + _T1 * zz)
+            m2 = (m2 + 1.0) / (_D2 - _M2 * z + _T2 * zz)
+            m3 = (m3 + 1.0) / (_D3 - _M3 * z + _T3 * zz)
+            m4 = (m4 + 1.0) / (_D4 - _M4 * z + _T4 * zz)
         self.masses = [m0, m1, m2, m3, m4]
         self.statistic = (m0 + m1 + m2 + m3 + m4) / 5.0
         if self.statistic > ALARM:
