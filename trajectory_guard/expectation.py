@@ -16,6 +16,11 @@ GATE_SHARE = 1.0 / 3.0
 """Share of the 80 % half-width below which no change is flagged: within a third of it a forecast may bend. Measured by
 tests/benchmarks/detection.py."""
 
+BEND_STEPS = 2000
+"""A forecast errs by a bias that moves with progress, and the run's level follows some 700 observations late. In a run
+of not much more steps the bias may move by far more meanwhile than in a long one: the gate is up to twice as wide, and
+the slow test allows for it. Measured on the example's rungs and on runs made to follow a law."""
+
 Row = tuple[float, float, float, float, float]
 
 
@@ -24,6 +29,7 @@ class Expectation:
 
     def __init__(self, forecast: Forecast) -> None:
         self.forecast = forecast
+        self.bend = min(1.0, BEND_STEPS / forecast.plan.total_steps)
         self._first = 1
         self._rows: list[Row] = []
         phases = forecast.plan.batch_phases
@@ -53,7 +59,7 @@ class Expectation:
             loss,
             loss * np.exp(-wide),
             loss * np.exp(wide),
-            GATE_SHARE * self._half_width(steps, 0.8) * loss,
+            GATE_SHARE * (1.0 + self.bend) * self._half_width(steps, 0.8) * loss,
             wide * loss,
         )
         self._rows = list(zip(*(column.tolist() for column in columns), strict=True))

@@ -46,6 +46,7 @@ class Watcher:
         self.warmup_end = math.ceil(float(plan.step_at(plan.schedule.warmup)) - 1e-9)
         vocabulary = plan.recipe.vocab_size
         self.judge = LossJudge()
+        self.judge.level.bend = self.expectation.bend
         self.onlookers = Onlookers(
             uniform_nats=math.log(vocabulary) if vocabulary and vocabulary > 1 else math.nan,
             first_judged_step=max(forecast.first_step, self.warmup_end + 1),

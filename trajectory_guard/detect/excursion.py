@@ -12,6 +12,9 @@ MEMORY_SIGMAS = 8.0
 """Clip of the smoothed residual, so that a gross fault does not keep its event open for hundreds of steps."""
 SMALLEST_GATE = 0.36
 """Gate in sigmas below which a running mean of 32 observations does not stay: three of its errors are 0.38."""
+SMALL_SHIFT = 0.14
+"""Shift in sigmas that the slow test sees: an excursion too small for the smoothed excess to tell from noise stays open
+until its slow mean is under this, or it would be flagged again and again."""
 
 
 def rollback_step(checkpoints: list[int], onset: int, detected: int) -> int | None:
@@ -88,7 +91,15 @@ class Excursion(PlainState):
         self.statistic, self.threshold = statistic, threshold
 
     def update(
-        self, step: int, residual: float, level: float, sigma: float, gate: float, promise: float, loss_clip: float
+        self,
+        step: int,
+        residual: float,
+        level: float,
+        sigma: float,
+        gate: float,
+        promise: float,
+        loss_clip: float,
+        mean: float = 0.0,
     ) -> bool:
         """Take one observation while open; return whether the excursion is over.
 
@@ -100,6 +111,7 @@ class Excursion(PlainState):
             gate: half-width around `level` that counts as inside.
             promise: half-width around the forecast that counts as inside, for an excursion that left it.
             loss_clip: smallest clip of the smoothed residual around `level`.
+            mean: slow running mean of the clipped residual over `level`, sigmas: what a small shift must fall under.
         """
         sign = self.sign
         limit = max(MEMORY_SIGMAS * sigma, loss_clip)
@@ -111,7 +123,10 @@ class Excursion(PlainState):
             self.peak = height
         self.area += excess * (step - self.last_step)
         self.last_step = step
-        inside = sign * (self.smooth - level) < max(gate, SMALLEST_GATE * sigma)
+        closing = max(gate, SMALLEST_GATE * sigma)
+        inside = sign * (self.smooth - level) < closing
+        if sign * (self.peak + self.origin - level) < 2.0 * closing:
+            inside = inside and sign * mean < max(gate / sigma, SMALL_SHIFT)
         if "off_forecast" in self.criteria:
             inside = inside and sign * self.smooth < promise
         self.calm = self.calm + 1 if inside else 0

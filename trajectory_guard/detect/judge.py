@@ -178,9 +178,9 @@ class LossJudge(PlainState):
         if paired.used and not PAIRED.isdisjoint(excursion.criteria):
             # What the paired tests saw may be far too small to be followed in the unpaired noise.
             level = paired.level
-            return excursion.update(step, paired.residual, level.level, level.sigma, gate, promise, clip)
+            return excursion.update(step, paired.residual, level.level, level.sigma, gate, promise, clip, level.mean)
         level = self.level
-        return excursion.update(step, residual, level.level, level.sigma, gate, promise, clip)
+        return excursion.update(step, residual, level.level, level.sigma, gate, promise, clip, level.mean)
 
     def _alarm(self, events: list[Event], scene: Scene, alarm: Alarm) -> None:
         excursion = self.excursion

@@ -62,6 +62,7 @@ class LevelWatch(PlainState):
 
     __slots__ = (
         "baseline",
+        "bend",
         "caution",
         "caution_until",
         "certified_down",
@@ -96,6 +97,8 @@ class LevelWatch(PlainState):
         self.off_onset_up, self.off_onset_down = Cusum(), Cusum()
         self.sample: list[float] = []
         self.observation = 0
+        # Share of the gate that the forecast may bend within the time that the baseline takes to follow.
+        self.bend = 0.0
         # Factor on the noise scale while it is not certain, and the observation until which it holds.
         self.caution = 1.0
         self.caution_until = 0
@@ -250,11 +253,12 @@ class LevelWatch(PlainState):
         drift = gate if gate > MID_DRIFT else MID_DRIFT
         cap, mid_cap = 2.0 * slow_limit, 2.0 * MID_THRESHOLD
         slow_up = slow_down = mid_up = mid_down = 0.0
+        slow_drift = SLOW_DRIFT + self.bend * gate
         # A sum at zero stays there unless this observation lifts it.
-        if self.slow_up.seen or y > SLOW_DRIFT:
-            slow_up = self.slow_up.update(step, y, u, SLOW_DRIFT, cap)
-        if self.slow_down.seen or -y > SLOW_DRIFT:
-            slow_down = self.slow_down.update(step, -y, -u, SLOW_DRIFT, cap)
+        if self.slow_up.seen or y > slow_drift:
+            slow_up = self.slow_up.update(step, y, u, slow_drift, cap)
+        if self.slow_down.seen or -y > slow_drift:
+            slow_down = self.slow_down.update(step, -y, -u, slow_drift, cap)
         if self.mid_up.seen or y > drift:
             mid_up = self.mid_up.update(step, y, u, drift, mid_cap)
         if self.mid_down.seen or -y > drift:
