@@ -93,7 +93,9 @@ class LossJudge(PlainState):
         lost = False
         if reference == reference:
             paired = self.paired
-            found, lost = paired.update(step, loss, residual, reference, gate, root_weight, is_open)
+            # What the forecast may bend in a short run, the reference's own course does not.
+            narrow = gate / (1.0 + level.bend)
+            found, lost = paired.update(step, loss, residual, reference, narrow, root_weight, is_open)
             if found:
                 alarms = found if alarms is None else alarms + found
         self.course.update(step, loss, forecast)

@@ -250,7 +250,7 @@ class LevelWatch(PlainState):
         y = CLIP if u > CLIP else -CLIP if u < -CLIP else u
         self.mean = mean = self.mean + (y - self.mean) / SMOOTHING
         slow_limit = slow_threshold(i)
-        drift = gate if gate > MID_DRIFT else MID_DRIFT
+        drift = (gate if gate > MID_DRIFT else MID_DRIFT) + 0.5 * self.bend * gate
         cap, mid_cap = 2.0 * slow_limit, 2.0 * MID_THRESHOLD
         slow_up = slow_down = mid_up = mid_down = 0.0
         slow_drift = SLOW_DRIFT + self.bend * gate
