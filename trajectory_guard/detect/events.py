@@ -89,7 +89,7 @@ class Event:
         """Build an event from the mapping that `to_dict` returns.
 
         Raises:
-            ValueError: a field is unknown or missing, or the severity has no such name.
+            ValueError: a field is unknown, missing or of the wrong type, or the severity has no such name.
         """
         names = {f.name for f in fields(cls)}
         if set(content) != names:
@@ -99,7 +99,22 @@ class Event:
         except KeyError:
             known = [s.name.lower() for s in Severity]
             raise ValueError(f"event severity must be one of {known}, got {content['severity']!r}") from None
+        for name, value in content.items():
+            if name != "severity" and not (name in _MAY_BE_NONE and value is None) and not _fits(name, value):
+                raise ValueError(f"event field {name!r} cannot be {value!r:.80}")
         return cls(**{**content, "severity": severity})
+
+
+_STEPS = frozenset({"onset", "detected", "closed", "rollback_step"})
+_MAY_BE_NONE = frozenset({f.name for f in fields(Event)} - {"kind", "state", "detected", "sentence"})
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name == "state":
+        return value in ("open", "closed")
+    if name in ("kind", "sentence"):
+        return isinstance(value, str)
+    return isinstance(value, int if name in _STEPS else (int, float)) and not isinstance(value, bool)
 
 
 Stage = Literal["no_forecast", "warm_up", "calibrating", "watching"]
