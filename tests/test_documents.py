@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "kernels").glob("*.md"))]
 
 
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+def blocks(document: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a document in one of these languages, in order."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [text for language, text in fenced if language in languages]
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_every_python_block_runs(document: Path, surroundings: dict[str, Any]) -
 def test_every_command_of_ours_parses(document: Path) -> None:
     from trajectory_guard.__main__ import parse
 
-    for block in blocks(document, "(?:sh|)"):
+    for block in blocks(document, "sh", ""):
         for line in block.splitlines():
             if line.startswith("trajectory-guard "):
                 words = shlex.split(line, comments=True)
