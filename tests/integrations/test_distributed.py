@@ -64,4 +64,4 @@ def test_a_dead_rank_ends_the_others_with_the_frameworks_own_error(order: str, t
             process.kill()
     assert ranks[1].returncode == 9
     assert ranks[0].returncode == 1
-    assert ("backward" in survivor and "RuntimeError" in survivor.splitlines()[-1]) or "gloo" in survivor.lower()
+    assert "backward" in survivor
