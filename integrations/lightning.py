@@ -145,10 +145,9 @@ class _GuardHooks:
                 if key is not None and key not in found:
                     raise TrajectoryGuardError(f"training_step returned {sorted(found)} without {key!r}")
             divided = self.loss_key == "loss" and pl_module.automatic_optimization
-            loss, parts = found[self.loss_key], trainer.accumulate_grad_batches if divided else 1
-            self._intake.add(
-                loss if parts == 1 else loss * parts, tokens=None if self.tokens_key is None else found[self.tokens_key]
-            )
+            parts = trainer.accumulate_grad_batches if divided else 1
+            loss = found[self.loss_key] if parts == 1 else found[self.loss_key] * parts
+            self._intake.add(loss, tokens=None if self.tokens_key is None else found[self.tokens_key])
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step

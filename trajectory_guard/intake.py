@@ -289,7 +289,7 @@ class LossIntake:
 def _scalar(name: str, value: Any) -> Scalar:
     """A float for what the CPU holds, else a detached 0-d tensor on its device, DTensors made whole."""
     if type(value) is Tensor and value.dim() == 0 and _on_host(value):
-        return value.item()  # The usual case, without the checks below.
+        return float(value.item())  # The usual case, without the checks below.
     if not isinstance(value, Tensor):
         try:
             if isinstance(value, (str, bytes)):
