@@ -1,6 +1,5 @@
 """What an example leaves at its end: the table, the events in words, and files for `trajectory-guard report`."""
 
-import math
 from collections.abc import Sequence
 
 from options import Setup
@@ -27,9 +26,8 @@ def tell(setup: Setup, losses: Sequence[float], guard: TrajectoryGuard) -> None:
     setup.plan.save(setup.folder / "plan.json")
     with atomic_write(setup.folder / "losses.csv") as file:
         file.write("step,loss\n")
-        # A loss that was observed as NaN ends a run; the steps after it were never trained.
-        last = max((step for step, loss in enumerate(losses, start=1) if math.isfinite(loss)), default=0)
-        file.writelines(f"{step},{loss:.6g}\n" for step, loss in enumerate(losses[: last + 1], start=1))
+        seen = losses[: guard.last_step]
+        file.writelines(f"{step},{loss:.6g}\n" for step, loss in enumerate(seen, start=1))
     folder = setup.folder
     print(
         f"\nOne page about this run: trajectory-guard report {setup.fit} {folder}/losses.csv "
