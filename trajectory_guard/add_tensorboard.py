@@ -18,8 +18,8 @@ from trajectory_guard.sinks.tensorboard import TensorBoardSink
 
 __all__ = ["tensorboard_arguments", "tensorboard_command"]
 
-POINTS = 2000
-"""Verdicts written over a run, twice what TensorBoard shows of a scalar; events are written always."""
+POINTS = 1000
+"""Verdicts written over a run: what TensorBoard shows of a scalar by default; events are written always."""
 
 
 class _Witness:
