@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from options import Setup
 from table import compare
 
-from trajectory_guard import TrajectoryGuard
+from trajectory_guard import TrajectoryGuard, TrajectoryGuardError
 from trajectory_guard.files import atomic_write
+from trajectory_guard.picture import RunRecord, draw_run, save_picture
 
 __all__ = ["tell"]
 
@@ -23,13 +25,18 @@ def tell(setup: Setup, losses: Sequence[float], guard: TrajectoryGuard) -> None:
     print(compare(losses, guard.forecast).table)
     for event in guard.events:
         print(f"{event.severity.name}: {event.sentence}")
+    seen = losses[: guard.last_step]
     setup.plan.save(setup.folder / "plan.json")
     with atomic_write(setup.folder / "losses.csv") as file:
         file.write("step,loss\n")
-        seen = losses[: guard.last_step]
         file.writelines(f"{step},{loss:.6g}\n" for step, loss in enumerate(seen, start=1))
+    record = RunRecord(step=np.arange(1, len(seen) + 1), loss=np.array(seen, dtype=float), events=guard.events)
+    try:
+        save_picture(draw_run(guard.forecast, record, title=setup.folder.name), setup.folder / "run.png")
+    except TrajectoryGuardError as error:  # matplotlib is not installed, or no loss was finite.
+        print(f"no picture: {error}")
     folder = setup.folder
     print(
-        f"\nOne page about this run: trajectory-guard report {setup.fit} {folder}/losses.csv "
-        f"--plan {folder}/plan.json -o {folder}/report.html"
+        f"\nA picture of this run: {folder}/run.png; one page about it: trajectory-guard report {setup.fit} "
+        f"{folder}/losses.csv --plan {folder}/plan.json -o {folder}/report.html"
     )
