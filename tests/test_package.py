@@ -29,11 +29,14 @@ def test_the_public_names_are_these() -> None:
 
     assert trajectory_guard.__all__ == [
         "DelphiFit",
+        "DivergenceError",
         "Event",
         "Forecast",
         "LRSchedule",
         "Ladder",
         "LossCurve",
+        "PairedReference",
+        "PlannedChange",
         "Recipe",
         "RunPlan",
         "Rung",
