@@ -10,7 +10,6 @@ from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import load_fit
 from trajectory_guard.forecast import Forecast
-from trajectory_guard.logs.read import LogRow
 from trajectory_guard.logs.tensorboard import event_files
 from trajectory_guard.replay import log_arguments, open_log, replay
 from trajectory_guard.sinks.scalars import check_name
@@ -87,14 +86,15 @@ def tensorboard_command(args: argparse.Namespace) -> int:
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
     print(f"judging {len(log.step):,} steps ...", file=sys.stderr)
-    rows = (LogRow(step, loss, None, {}) for step, loss in zip(log.step.tolist(), log.loss.tolist(), strict=True))
     # Written beside and renamed: a TensorBoard that looks on sees all of it or nothing.
     partial = Path(tempfile.mkdtemp(dir=logdir, prefix=f".{name.replace('/', '-')}."))
     try:
         # Under the run's own tag the forecast lies on the card of its loss, unless that is in another unit.
         loss_tag = log.column if log.unit == "nats" else None
         sink = _Witness(TensorBoardSink(partial, name=name, loss_tag=loss_tag))
-        result = replay(forecast, rows, sinks=[sink], log_every_n_steps=max(1, len(log.step) // POINTS))
+        result = replay(
+            forecast, log.rows(with_channels=False), sinks=[sink], log_every_n_steps=max(1, len(log.step) // POINTS)
+        )
         if sink.failure is not None:
             raise TrajectoryGuardError(f"{target}: not written: {sink.failure}") from sink.failure
         partial.chmod(0o755)

@@ -140,7 +140,9 @@ def replay_command(args: argparse.Namespace) -> int:
     if args.events and args.events.exists():
         raise TrajectoryGuardError(f"{args.events}: exists already; name a new event log, or remove it")
     sinks = [JsonlSink(args.events)] if args.events else []
-    result = replay(forecast, log.rows(), sinks=sinks, channels=args.channel, paired=paired)
+    result = replay(
+        forecast, log.rows(with_channels=bool(args.channel)), sinks=sinks, channels=args.channel, paired=paired
+    )
     for step, event in result.said:
         if event.severity >= Severity.WARNING or not args.quiet:
             print(f"at {step}: {line(event)}")

@@ -17,7 +17,6 @@ from trajectory_guard.files import atomic_write
 from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.laws.calibrate import outlook, recent_log_ratio
-from trajectory_guard.logs.read import LogRow
 from trajectory_guard.picture import RunRecord
 from trajectory_guard.replay import log_arguments, open_log, replay
 from trajectory_guard.report_figures import draw_ladder, draw_linear, draw_logarithmic, numbered, save_png, svg
@@ -154,11 +153,12 @@ def report_command(args: argparse.Namespace) -> int:
     forecast, log, notes = open_log(args, fit, args.log)
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
-    rows = (LogRow(step, loss, None, {}) for step, loss in zip(log.step.tolist(), log.loss.tolist(), strict=True))
     kept = ReportSink(args.output)
     kept.close = lambda: None  # The report of the whole log follows; this sink only keeps the statistic.
     print(f"judging {len(log.step):,} steps ...", file=sys.stderr)
-    result = replay(forecast, rows, sinks=[kept], log_every_n_steps=max(1, len(log.step) // KEPT_VERDICTS))
+    result = replay(
+        forecast, log.rows(with_channels=False), sinks=[kept], log_every_n_steps=max(1, len(log.step) // KEPT_VERDICTS)
+    )
     sampled, events = kept.record(), result.guard.events
     if args.events:
         events = tuple({(event.kind, event.detected): event for _, event in read_events(args.events)}.values())

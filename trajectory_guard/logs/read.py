@@ -23,6 +23,9 @@ __all__ = ["LogRead", "LogRow", "read_log"]
 
 Axis = Literal["auto", "step", "tokens"]
 
+ROWS = 4096
+"""Rows turned into Python numbers at a time."""
+
 
 class LogRow(NamedTuple):
     """One logged loss: completed updates, loss in nats (it may be NaN), tokens consumed if known, other scalars."""
@@ -59,15 +62,17 @@ class LogRead:
     column: str
     autocorrelation: float | None = None
 
-    def rows(self) -> Iterator[LogRow]:
-        """Yield every logged loss in order, non-finite ones included, each with the channels it has."""
-        names = list(self.channels)
-        table = np.column_stack([self.channels[name] for name in names]) if names else np.zeros((len(self.step), 0))
-        for index, (step, loss, tokens) in enumerate(
-            zip(self.step.tolist(), self.loss.tolist(), self.tokens.tolist(), strict=True)
-        ):
-            values = zip(names, table[index].tolist(), strict=True)
-            yield LogRow(step, loss, tokens, {name: value for name, value in values if value == value})
+    def rows(self, *, with_channels: bool = True) -> Iterator[LogRow]:
+        """Yield every logged loss in order, non-finite ones included, each with its channels if they are wanted."""
+        names = list(self.channels) if with_channels else []
+        for start in range(0, len(self.step), ROWS):
+            block = slice(start, start + ROWS)
+            columns = [self.channels[name][block].tolist() for name in names]
+            for index, (step, loss, tokens) in enumerate(
+                zip(self.step[block].tolist(), self.loss[block].tolist(), self.tokens[block].tolist(), strict=True)
+            ):
+                values = zip(names, [column[index] for column in columns], strict=True) if names else ()
+                yield LogRow(step, loss, tokens, {name: value for name, value in values if value == value})
 
 
 def read_log(
