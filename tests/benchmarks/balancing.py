@@ -4,8 +4,9 @@
     python tests/benchmarks/balancing.py --steps 100 --seeds 1
 
 Every row trains the example's model (width 20) from the same seeds on the same batches with one rule. Loads are those
-of each step's whole batch, before the update they cause; max-violation is the mean of the layers and of the worst one, CV
-and dead experts are of the worst, all means over the last 10 steps; the loss is the mean over the last 10 % of the steps, without auxiliary losses.
+of each step's whole batch, before the update they cause. max-violation is the mean of the layers, worst the worst
+layer's, as are CV and dead experts; all are means over the last 10 steps. The loss is the mean over the last 10 % of the
+steps, without auxiliary losses.
 """
 
 import argparse
@@ -92,10 +93,10 @@ def main() -> None:
             runs = [train(rule, experts, top_k, batch, steps, seed, corpus) for seed in range(a.seeds)]
             mean = {key: float(np.mean([r[key] for r in runs])) for key in runs[0]}
             losses = " ".join(f"{r['loss_nats']:.4f}" for r in runs)
-            print(
-                f"{rule:16} {mean['violation_mean']:13.3f} {mean['violation_worst']:6.3f} {mean['cv']:6.3f} {mean['dead']:5.1f}   {losses}",
-                flush=True,
+            loads = (
+                f"{mean['violation_mean']:13.3f} {mean['violation_worst']:6.3f} {mean['cv']:6.3f} {mean['dead']:5.1f}"
             )
+            print(f"{rule:16} {loads}   {losses}", flush=True)
             results.append({"layers": name, "rule": rule, "steps": steps, "runs": runs})
     if a.json:
         a.json.write_text(json.dumps(results, indent=1) + "\n")
