@@ -192,7 +192,7 @@ def _verdict(forecast: Forecast, record: RunRecord) -> tuple[str, bool]:
     marked = [event for _, event in numbered(record.events)]
     reached = f"{record.step[-1]:,} of {forecast.plan.total_steps:,} steps"
     if not marked:
-        return f"On its forecast over {reached}: nothing was flagged.", True
+        return f"Nothing was flagged over {reached}.", True
     # An open event weighs more than a closed one of the same severity, an earlier one more than a later.
     worst = max(marked, key=lambda event: (event.severity, event.state == "open", -event.detected))
     since = "" if worst.onset is None else f" since about step {worst.onset:,}"
