@@ -60,3 +60,9 @@ def test_a_change_of_the_noise_is_told_once_and_a_steady_one_never():
     told = [change.update(abs(float(d)), 0.02) for d in 0.05 * rng.standard_normal(2000)]
     ratios = [ratio for ratio in told if ratio]
     assert len(ratios) == 1 and ratios[0] > 1.5
+
+
+def test_a_slow_bend_of_the_forecast_is_no_correlation_of_the_noise():
+    rng = np.random.default_rng(3)
+    bend = 2.0 * np.exp(-np.arange(400) / 60.0)
+    assert abs(autocorrelation((rng.standard_normal(400) + bend).tolist())) < 0.12
