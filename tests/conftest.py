@@ -1,6 +1,11 @@
 """Fixtures shared by all tests."""
 
 import os
+
+# Before numpy and torch are imported: the arrays here are tiny, and threads that wait for each other cost more than
+# they bring, most of all where other processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

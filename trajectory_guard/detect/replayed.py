@@ -8,8 +8,8 @@ from trajectory_guard.detect.state import PlainState
 
 __all__ = ["Replayed", "correlation"]
 
-MEMORY = 1024
-"""Losses remembered."""
+MEMORY, SLACK = 1024, 256
+"""Losses remembered at least, and how many more until the oldest go: dropping one at a time makes a dict slow."""
 TOLERANCE_NATS = 2e-3
 """Difference to look into. Re-trained steps on identical batches differ by 1.6e-4 nats (sd) from kernel order alone."""
 PAIRS = 16
@@ -31,7 +31,7 @@ def correlation(xs: list[float], ys: list[float]) -> float:
 
 
 class Replayed(PlainState):
-    """The last 1024 losses by step, and the comparison with steps that are trained again."""
+    """The last 1024 losses or some more by step, and the comparison with steps that are trained again."""
 
     __slots__ = ("before", "losses", "now", "said")
 
@@ -47,10 +47,9 @@ class Replayed(PlainState):
 
     def remember(self, step: int, loss: float) -> None:
         """Keep a finite loss."""
-        losses = self.losses
-        losses[step] = loss
-        if len(losses) > MEMORY:
-            del losses[next(iter(losses))]
+        self.losses[step] = loss
+        if len(self.losses) > MEMORY + SLACK:
+            self.losses = dict(list(self.losses.items())[-MEMORY:])
 
     def compare(self, step: int, loss: float) -> tuple[str, float, float] | None:
         """Take the finite loss of a step trained again; return (finding, median |difference|, correlation) once.
