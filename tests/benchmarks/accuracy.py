@@ -190,6 +190,9 @@ def coverage() -> None:
         results = judged(law, case.targets)
         cases.append(Case(case, nested(case.fit, law.memory), results, others(case.fit, law, results)))
     shipped = {name: getattr(intervals, name) for name in CONSTANTS}
+    found = one_size(cases, shipped["K0"], shipped["TAU"], shipped["SIGMA"])
+    print("\n# Ladders of one size, from all families\n")
+    print(", ".join(f"{name} {value:.4g} (shipped {shipped[name]:g})" for name, value in found.items()))
     for title, refit in (("shipped constants", False), ("constants refitted without the tested family", True)):
         rows, totals = [], defaultdict(list)
         for family in dict.fromkeys(case.holdout.family for case in cases):
@@ -280,29 +283,58 @@ def others(rungs: list[Rung], law: ScheduleAwareLaw, results) -> dict[str, list[
     return out
 
 
-CONSTANTS = ("K0", "ONE_SIZE_SCALE", "TAU", "SIGMA")
+CONSTANTS = ("K0", "TAU", "SIGMA", "ONE_SIZE_SCALE", "ONE_SIZE_POWER", "ONE_SIZE_FAMILIES")
+
+
+def run_levels(case: Case, power: float) -> np.ndarray:
+    """Per target ln of the error level at ln size ratio 1, if errors grow with that power of it."""
+    values = []
+    for target, g, log_ratio in case.results:
+        z = np.sqrt(np.mean((log_ratio / early_factor(g)) ** 2) + intervals.FLOOR**2)
+        values.append(np.log(z) - power * np.log(size_distance(target.plan.active_params, case.largest)))
+    return np.array(values)
 
 
 def constants(cases: list[Case]) -> dict[str, float]:
-    """Refit: mean ln k of ladders of several sizes and of one, its sd between families and between a ladder's runs."""
-    levels: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
-    within = []
+    """Refit: mean ln k of ladders of several sizes, its sd between families and between a ladder's runs; one size."""
+    levels, within = defaultdict(list), []
     for case in cases:
-        one = case.sizes == 1
-        power = 1.0 if one else intervals.POWER
-        values = []
-        for target, g, log_ratio in case.results:
-            z = np.sqrt(np.mean((log_ratio / early_factor(g)) ** 2) + intervals.FLOOR**2)
-            values.append(np.log(z) - power * np.log(size_distance(target.plan.active_params, case.largest)))
-        levels[one][case.holdout.family].append(float(np.mean(values)))
-        within += (np.array(values) - np.mean(values)).tolist()
-    several, single = ([np.mean(v) for v in levels[one].values()] for one in (False, True))
+        values = run_levels(case, 1.0 if case.sizes == 1 else intervals.POWER)
+        within += (values - values.mean()).tolist()
+        if case.sizes > 1:
+            levels[case.holdout.family].append(float(values.mean()))
+    several = [np.mean(v) for v in levels.values()]
+    k0, tau = float(np.exp(np.mean(several))), float(np.clip(np.std(several, ddof=1), 0.3, 1.0))
+    sigma = float(np.clip(np.std(within), 0.3, 0.8))
+    return {"K0": k0, "TAU": tau, "SIGMA": sigma, **one_size(cases, k0, tau, sigma)}
+
+
+def one_size(cases: list[Case], k0: float, tau: float, sigma: float) -> dict[str, float]:
+    """Ladders of one size: the mean over families of the line in ln d through the error of their larger targets.
+
+    It starts at d = 0.1, where the 80 % half-width is that of other ladders; families whose targets have the ladder's
+    own size say nothing of larger ones and are left out.
+    """
+    points = defaultdict(list)
+    for case in cases:
+        distances = [size_distance(target.plan.active_params, case.largest) for target, _, _ in case.results]
+        if case.sizes == 1 and min(distances) > OWN_SIZE:
+            points[case.holdout.family].append((np.mean(np.log(distances)), np.mean(run_levels(case, 0.0))))
+    near = np.log(size_distance(1.0, 1.0))
+    spread = np.sqrt(tau**2 * (1 + 1 / len(points)) + sigma**2)
+    usual = intervals.quantile(0.8, float(np.hypot(tau, sigma))) / intervals.quantile(0.8, float(spread))
+    start = np.log(k0 * usual) + intervals.POWER * near
+    ends = [np.mean(v, axis=0) for v in points.values()]
+    power = float(np.mean([(error - start) / (distance - near) for distance, error in ends]))
     return {
-        "K0": float(np.exp(np.mean(several))),
-        "ONE_SIZE_SCALE": float(np.exp(np.mean(single))),
-        "TAU": float(np.clip(np.std(several, ddof=1), 0.3, 1.0)),
-        "SIGMA": float(np.clip(np.std(within), 0.3, 0.8)),
+        "ONE_SIZE_SCALE": float(np.exp(start - power * near)),
+        "ONE_SIZE_POWER": power,
+        "ONE_SIZE_FAMILIES": len(points),
     }
+
+
+OWN_SIZE = 0.2
+"""ln size ratio up to which a target counts as of the ladder's own size."""
 
 
 def speed() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.laws import interval
 from trajectory_guard.laws.interval import (
     K0,
     IntervalModel,
@@ -59,7 +60,24 @@ def test_a_lucky_ladder_is_not_believed_below_three_quarters():
 def test_a_ladder_of_one_size_promises_less_of_other_sizes_and_as_much_of_its_own():
     one, more = fit_interval([], 1e9, sizes=1), fit_interval([], 1e9)
     assert one.half_width(3e9, 1.0, 0.8) > 2 * more.half_width(3e9, 1.0, 0.8)
-    assert one.half_width(1e9, 1.0, 0.8) == pytest.approx(more.half_width(1e9, 1.0, 0.8), rel=0.1)
+    assert one.half_width(1e9, 1.0, 0.8) == pytest.approx(more.half_width(1e9, 1.0, 0.8), rel=0.05)
+
+
+def test_the_level_of_a_ladder_of_one_size_is_known_from_two_families_only():
+    # Predictive sd of a third family around the mean of two, with the spread between targets of one ladder.
+    assert fit_interval([], 1e9, sizes=1).spread == pytest.approx(math.sqrt(1.5 * 0.56**2 + 0.43**2))
+    rng = np.random.default_rng(0)
+    levels = rng.normal(0.0, 0.56, (200_000, 3))
+    off = levels[:, 2] - levels[:, :2].mean(axis=1) + rng.normal(0.0, 0.43, 200_000)
+    assert fit_interval([], 1e9, sizes=1).spread == pytest.approx(off.std(), rel=0.01)
+
+
+def test_other_ladders_do_not_know_of_the_constants_of_one_size(monkeypatch):
+    errors = [NestedError(target=2, distance=1.0, error=0.02)]
+    before = fit_interval(errors, 1e9), fit_interval([], 1e9)
+    for name in ("ONE_SIZE_SCALE", "ONE_SIZE_POWER", "ONE_SIZE_FAMILIES"):
+        monkeypatch.setattr(interval, name, 9)
+    assert (fit_interval(errors, 1e9), fit_interval([], 1e9)) == before
 
 
 def test_a_larger_target_a_lower_progress_and_a_higher_level_are_wider():

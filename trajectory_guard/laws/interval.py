@@ -31,9 +31,11 @@ K0, POWER, TAU, SIGMA, FLOOR = 0.0067, 0.59, 0.56, 0.43, 0.0006
 one ladder, and the floor that reruns of one configuration leave. From 1,260 held-out targets of seven public ladder
 families."""
 
-ONE_SIZE_SCALE = 2.5 * K0
-"""Error level of a ladder of one size, linear in d: at d = 0.1 (unseen schedules of the same size) about that of other
-ladders. With `K0` the 80 % interval held 15 % of the points of one-size ladders of one public family."""
+ONE_SIZE_SCALE, ONE_SIZE_POWER, ONE_SIZE_FAMILIES = 0.0284, 1.24, 2
+"""Ladders of one size: error level at ln size ratio 1, its power, and how many families of such ladders were forecast
+beyond their own size (with errors of 1.5 and 4.6 % at ln ratios of 0.76 and 1.13). The power joins that level to the
+80 % half-width of other ladders at d = 0.1: on its own size such a ladder is as good as any. From
+tests/benchmarks/accuracy.py, which prints both numbers."""
 
 SHRINK_LIMIT = 0.75
 """However well a ladder back-tests, its error level is not taken below this share of `K0`."""
@@ -163,15 +165,16 @@ def fit_interval(errors: Sequence[NestedError], largest_params: float, *, sizes:
     Args:
         errors: one entry per fit of the j >= 2 smallest sizes and larger target; none for a ladder of two sizes.
         largest_params: active parameters of the largest rung of the full ladder.
-        sizes: number of sizes in the ladder. One size says nothing of the exponent of size, whose prior sd of 0.1 then
-            makes an error linear in d.
+        sizes: number of sizes in the ladder. One size says nothing of how loss falls with size: the error then grows
+            faster with d, and as its level is the mean of n = 2 families only, spread^2 = tau^2 (1 + 1/n) + sigma^2.
 
     Example:
         >>> fit_interval([], 1e9).scale
         0.0067
     """
     if sizes == 1:
-        return _model(ONE_SIZE_SCALE, math.hypot(TAU, SIGMA), largest_params, 0, power=1.0)
+        spread = math.sqrt(TAU**2 * (1.0 + 1.0 / ONE_SIZE_FAMILIES) + SIGMA**2)
+        return _model(ONE_SIZE_SCALE, spread, largest_params, 0, power=ONE_SIZE_POWER)
     targets = sorted({e.target for e in errors})
     if not targets:
         return _model(K0, math.hypot(TAU, SIGMA), largest_params, 0)
