@@ -1,4 +1,4 @@
-"""The outlook of a guard: the final loss to expect from what was seen."""
+"""Outlook and calibration of a guard: the loss to expect from what was seen."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trajectory_guard import Forecast, LRSchedule, RunPlan, TrajectoryGuard
-from trajectory_guard.laws.calibrate import outlook, outlook_from, recent_log_ratio
+from trajectory_guard.laws.calibrate import calibrate, calibration_window, outlook, outlook_from, recent_log_ratio
 
 
 @pytest.fixture(params=[8, ((1, 8), (401, 32))], ids=["constant batch", "batch ramp"])
@@ -70,3 +70,38 @@ def test_losses_that_are_not_finite_and_steps_trained_again_do_not_count_twice(f
     guard.observe(1601, math.nan)
     straight.observe(1601, math.inf)
     assert guard.outlook() == straight.outlook()
+
+
+def test_there_is_no_calibration_before_its_window_is_over(forecast: Forecast) -> None:
+    guard = TrajectoryGuard(forecast)
+    assert guard.calibration() is None
+    _, last = calibration_window(forecast.plan)
+    losses = losses_of(forecast, 2000, off=0.004)
+    for step in range(1, last):
+        guard.observe(step, float(losses[step - 1]))
+    assert guard.calibration() is None
+    for step in range(last, last + 11):
+        guard.observe(step, float(losses[step - 1]))
+    made = guard.calibration()
+    assert made is not None and made.last_step == last
+    for step in range(last + 11, 2001):
+        guard.observe(step, 9.0)
+    again = guard.calibration()
+    assert again is not None and again.end_percent == made.end_percent
+
+
+def test_the_calibration_is_that_of_every_loss_kept_and_nothing_is_judged_against_it(forecast: Forecast) -> None:
+    losses = losses_of(forecast, 600, off=0.01)
+    guard = TrajectoryGuard(forecast)
+    verdicts = [guard.observe(step, float(loss)) for step, loss in enumerate(losses, start=1)]
+    made, full = guard.calibration(), calibrate(forecast, np.arange(1, 601), losses)
+    assert made is not None and made.describe().startswith("forecast calibrated on steps")
+    assert made.end_percent == pytest.approx(full.end_percent, abs=0.05) and 0.2 < made.end_percent < 0.6
+    assert (made.first_step, made.last_step) == (full.first_step, full.last_step)
+    assert guard.forecast is forecast and verdicts[-1].forecast == forecast.loss(600)
+
+
+def test_a_run_that_skipped_its_start_has_no_calibration(forecast: Forecast) -> None:
+    guard = TrajectoryGuard(forecast)
+    guard.observe(1500, 2.0)
+    assert guard.calibration() is None

@@ -11,6 +11,7 @@ import pytest
 from trajectory_guard import Event, Forecast, LRSchedule, RunPlan, Severity, TrajectoryGuard, fit_ladder
 from trajectory_guard.__main__ import main
 from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.laws.calibrate import calibrate, calibration_window
 from trajectory_guard.picture import RunRecord
 from trajectory_guard.report import KEPT_VERDICTS, ReportSink, write_report
 from trajectory_guard.report_figures import draw_linear, draw_logarithmic
@@ -144,6 +145,25 @@ def test_a_run_of_any_length_and_any_losses_gets_a_report(forecast, tmp_path, lo
 def test_a_run_without_observations_is_refused(forecast, tmp_path):
     with pytest.raises(TrajectoryGuardError, match="no step"):
         write_report(tmp_path / "r.html", forecast, RunRecord(step=np.zeros(0, np.int64), loss=np.zeros(0)))
+
+
+def test_the_calibrated_end_stands_beside_the_forecast_once_the_window_is_over(forecast, tmp_path):
+    _, last = calibration_window(forecast.plan)
+    step = np.arange(1, 1001)
+    loss = np.nan_to_num(np.asarray(forecast.loss(step)), nan=4.0) + 0.02
+    for reached, shown in ((last - 1, False), (last, True), (1000, True)):
+        write_report(tmp_path / "r.html", forecast, RunRecord(step=step[:reached], loss=loss[:reached]))
+        text = (tmp_path / "r.html").read_text()
+        made = calibrate(forecast, step, loss)
+        assert ("calibrated on the start of the run" in text) == shown
+        assert (f"{made.forecast.loss(1000):.4f} nats; {made.describe()}; nothing is judged" in text) == shown
+        assert f"{forecast.loss(1000):.4f} nats, 80% interval" in text
+    assert made.forecast.loss(1000) > forecast.loss(1000)
+
+
+def test_a_run_that_cannot_be_calibrated_says_why(forecast, tmp_path):
+    write_report(tmp_path / "r.html", forecast, RunRecord(step=np.array([1, 50, 900]), loss=np.full(3, 2.0)))
+    assert "none: calibration needs three losses in steps" in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -1,8 +1,9 @@
-"""Course: how a run has stood to its forecast so far, in a few hundred numbers; what an outlook needs."""
+"""Course: how a run has stood to its forecast so far, in a few hundred numbers; for outlook and calibration."""
 
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trajectory_guard.detect.state import PlainState
 from trajectory_guard.forecast import Forecast
@@ -45,8 +46,17 @@ class Course(PlainState):
 
     def recent_log_ratio(self, forecast: Forecast, step: int) -> float:
         """Return the mean of ln(loss / forecast) over the last 40 % of the progress seen; NaN where nothing was."""
-        middles = (np.arange(STRETCHES) + 0.5) * self.total_steps / STRETCHES
         plan = forecast.plan
-        recent = plan.progress(middles) >= OUTLOOK_RECENT * plan.progress(step)
+        recent = plan.progress(self._middles()) >= OUTLOOK_RECENT * plan.progress(step)
         count = float(np.sum(np.where(recent, self.counts, 0)))
         return float(np.sum(np.where(recent, self.log_ratios, 0.0))) / count if count else math.nan
+
+    def losses(self, forecast: Forecast) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the middle step of every stretch seen and the loss there: the forecast times the mean ratio to it."""
+        middles, counts = self._middles(), np.array(self.counts)
+        seen = (counts > 0) & (middles >= forecast.first_step)
+        expected = np.asarray(forecast.loss(middles[seen]))
+        return middles[seen], expected * np.exp(np.array(self.log_ratios)[seen] / counts[seen])
+
+    def _middles(self) -> NDArray[np.float64]:
+        return (np.arange(STRETCHES) + 0.5) * self.total_steps / STRETCHES

@@ -11,7 +11,7 @@ from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.journal import Journal
-from trajectory_guard.laws.calibrate import Outlook, outlook
+from trajectory_guard.laws.calibrate import Calibration, Outlook, calibrate, outlook
 from trajectory_guard.observation import loss_value, step_value, tokens_value
 from trajectory_guard.paired import PairedReference
 from trajectory_guard.planned import ChangeKind, PlannedChange
@@ -171,6 +171,17 @@ class TrajectoryGuard:
         if step < 1:
             return None
         return outlook(self.forecast, step, self._course.recent_log_ratio(self.forecast, step), level=level)
+
+    def calibration(self) -> Calibration | None:
+        """Return the forecast moved by half of what the start of the run showed; nothing is judged against it.
+
+        The start runs from 3 % of training or three times the warm-up to 10 % or later. None until it is over, and
+        where fewer than three of its stretches of half a percent were seen. See `laws.calibrate.calibrate`.
+        """
+        try:
+            return calibrate(self.forecast, *self._course.losses(self.forecast))
+        except TrajectoryGuardError:
+            return None
 
     def expect(
         self, step: int | None = None, reason: str = "", *, tokens: float | None = None, kind: ChangeKind = "data"

@@ -16,7 +16,7 @@ from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.files import atomic_write
 from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
-from trajectory_guard.laws.calibrate import outlook, recent_log_ratio
+from trajectory_guard.laws.calibrate import calibrate, calibration_window, outlook, recent_log_ratio
 from trajectory_guard.picture import RunRecord
 from trajectory_guard.replay import log_arguments, open_log, replay
 from trajectory_guard.report_figures import draw_ladder, draw_linear, draw_logarithmic, numbered, save_png, svg
@@ -105,7 +105,7 @@ def write_report(
     title: str = "",
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the report of a run: loss, residual and statistic, events, outlook, recipe check, ladder and fit.
+    """Write the report of a run: loss, residual and statistic, events, calibration, outlook, recipe check, ladder, fit.
 
     Args:
         path: `.html`, one page that needs no network, or `.png`.
@@ -221,12 +221,23 @@ def _facts(forecast: Forecast, record: RunRecord) -> list[tuple[str, str]]:
     lower, upper = forecast.interval(end, level)
     final = f"{forecast.loss(end):.4f} nats, {level:.0%} interval {lower:.4f} to {upper:.4f}"
     pairs.append(("final loss, as forecast before the run", final))
+    if last >= calibration_window(forecast.plan)[1]:
+        pairs.append(("final loss, calibrated on the start of the run", _calibrated(forecast, record)))
     ratio = recent_log_ratio(forecast, record.step, record.loss)
     seen = None if ratio is None else outlook(forecast, last, ratio, level=level)
     if seen is not None:
         words = f"{seen.loss:.4f} nats, {seen.level:.0%} interval {seen.lower:.4f} to {seen.upper:.4f}"
         pairs.append(("outlook: final loss, given the run so far", words))
     return pairs
+
+
+def _calibrated(forecast: Forecast, record: RunRecord) -> str:
+    """What calibration makes of the forecast's end, and by how much; the run is judged without it."""
+    try:
+        made = calibrate(forecast, record.step, record.loss)
+    except TrajectoryGuardError as error:
+        return f"none: {error}"
+    return f"{made.forecast.loss(forecast.plan.total_steps):.4f} nats; {made.describe()}; nothing is judged against it"
 
 
 def _words(title: str, forecast: Forecast, record: RunRecord) -> list[str]:
