@@ -1,6 +1,6 @@
 """The static picture of a fit: its ladder along training, the loss over compute, and a forecast."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def _draw_terminal(axis: "Axes", model: TerminalFit, plan: RunPlan | None) -> No
     _finish(axis)
 
 
-def _finish(axis: "Axes", place: str = "upper right") -> None:
+def _finish(axis: "Axes", place: Literal["upper right", "lower left"] = "upper right") -> None:
     axis.grid(True, color="#E5E5E5", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc=place, frameon=False, fontsize="small", ncols=2)
