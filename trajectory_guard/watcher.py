@@ -77,7 +77,7 @@ class Watcher:
         if step < self.last_step:
             self._try("rewind", events, self._go_back, step, expected)
         if not finite or self.non_finite.busy:
-            self._try("non_finite", events, self.non_finite.update, step, loss)
+            self._try("non_finite", events, self.non_finite.update, step, loss, self.judge.checkpoints)
         if not repeated:
             if not self.last_step or step > self.onlookers.last_step:
                 self._try("onlookers", events, self.onlookers.before, step, loss, self.judge)

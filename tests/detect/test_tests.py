@@ -144,6 +144,23 @@ def test_a_loss_scaler_is_allowed_lone_overflows_only():
     assert max(event.severity for event in events) == Severity.CRITICAL
 
 
+def test_a_nan_goes_back_to_the_newest_checkpoint_whose_weights_gave_a_finite_loss():
+    watch = NonFiniteWatch()
+    assert watch.update(50, 3.0, [40, 48, 49]) is None
+    (event,) = watch.update(51, math.nan, [40, 48, 49, 50]) or []
+    # The weights of step 50 gave the NaN of step 51, those of step 49 the finite loss of step 50.
+    assert (event.onset, event.rollback_step) == (51, 49)
+    closed = [event for step in range(52, 150) for event in watch.update(step, 3.0, [49, 50, 60, 100]) or []]
+    assert [(event.state, event.rollback_step) for event in closed] == [("closed", 49)]
+    (again,) = watch.update(200, math.nan, [199]) or []
+    assert again.rollback_step is None
+
+
+def test_a_lone_overflow_under_a_loss_scaler_asks_for_no_rollback():
+    (event,) = NonFiniteWatch(loss_scaler=True).update(51, math.inf, [10]) or []
+    assert (event.severity, event.rollback_step) == (Severity.INFO, None)
+
+
 def test_a_plateau_is_named_only_while_the_loss_stands_still():
     rng = np.random.default_rng(0)
     flat, falling = Course(), Course()

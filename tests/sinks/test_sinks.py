@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import time
 
 import pytest
 
@@ -58,6 +59,23 @@ def test_an_event_is_one_line_with_severity_step_and_rollback():
     line = event_line(event(rollback_step=400), 567)
     assert line == "!! WARNING at step 567: CUSUM 31.0 > 22.3 since about step 540. Roll back to step 400."
     assert event_line(event(state="closed", closed=1900), 1900).startswith("-- closed at step 1,900")
+
+
+def test_a_rollback_that_the_sentence_names_is_not_said_twice():
+    line = event_line(event(rollback_step=1000, sentence="the loss has risen; roll back to step 1000."), 1200)
+    assert line == "!! WARNING at step 1,200: the loss has risen; roll back to step 1000."
+
+
+@pytest.mark.parametrize(
+    ("levels", "shown"), [((0.8, 0.95, 0.99), "95%"), ((0.8, 0.9), "90%"), ((0.99,), "99%"), ((0.8, 0.99), "95%")]
+)
+def test_the_console_opens_with_the_95_percent_interval_or_the_nearest_there_is(levels: tuple[float, ...], shown: str):
+    stream = io.StringIO()
+    table = Forecast(
+        forecast().plan, progress=[0.1, 1.0], loss=[3.0, 2.0], half_widths={level: level / 10 for level in levels}
+    )
+    ConsoleSink(stream).start(table, resumed_step=None)
+    assert f"] at {shown}" in stream.getvalue()
 
 
 def test_the_console_opens_with_the_forecast_and_the_recipe_outcome():
@@ -186,6 +204,64 @@ def test_every_verdict_has_the_same_tags():
 def test_a_name_that_cannot_begin_a_tag_is_refused(name: str):
     with pytest.raises(TrajectoryGuardError, match="name"):
         LoggerSink(None, name=name)  # type: ignore[arg-type]
+
+
+class Slow:
+    """A sink each of whose calls takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.delay_s = 0.0
+
+    def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
+        self._take("start")
+
+    def verdict(self, verdict: Verdict) -> None:
+        self._take("verdict")
+
+    def event(self, event: Event, *, step: int) -> None:
+        self._take("event")
+
+    def flush(self) -> None:
+        self._take("flush")
+
+    def close(self) -> None:
+        self._take("close")
+
+    def _take(self, call: str) -> None:
+        self.calls.append(call)
+        time.sleep(self.delay_s)
+
+
+@pytest.mark.parametrize("call", ["verdict", "event", "flush"])
+def test_a_sink_that_blocks_is_waited_for_once_and_switched_off_with_one_message(
+    call: str, caplog: pytest.LogCaptureFixture
+):
+    slow = Slow()
+    sink = FusedSink(slow, slow_call_s=0.5)
+    calls = {"verdict": lambda: sink.verdict(verdict()), "event": lambda: sink.event(event(), step=1)}
+    calls["flush"] = sink.flush
+    sink.start(forecast(), resumed_step=None)
+    calls[call]()
+    assert not caplog.records
+    slow.delay_s = 0.6
+    for _ in range(3):
+        calls[call]()
+    sink.close()
+    assert slow.calls == ["start", call, call]
+    (record,) = caplog.records
+    assert (record.levelname, record.exc_info) == ("ERROR", None)
+    assert f"in {call}(), over 0.5 s, and is switched off; training goes on" in record.getMessage()
+
+
+def test_the_log_in_and_the_last_upload_of_a_sink_may_take_their_time(caplog: pytest.LogCaptureFixture):
+    slow = Slow()
+    sink = FusedSink(slow, slow_call_s=0.01)
+    slow.delay_s = 0.05
+    sink.start(forecast(), resumed_step=None)
+    sink.close()
+    assert slow.calls == ["start", "close"]
+    assert not caplog.records
 
 
 def test_a_full_disk_switches_the_sink_off_with_one_message(caplog: pytest.LogCaptureFixture):

@@ -1,6 +1,7 @@
 """Losses that are NaN or infinite."""
 
 import math
+from collections.abc import Sequence
 
 from trajectory_guard.detect.events import Event, Severity
 from trajectory_guard.detect.state import PlainState
@@ -38,15 +39,22 @@ class NonFiniteWatch(PlainState):
         """Whether a finite loss is news: one that is not was seen lately."""
         return self.rate > 0.0 or self.detected > 0
 
-    def update(self, step: int, loss: float) -> list[Event] | None:
-        """Take one observation; return the events that changed."""
+    def update(self, step: int, loss: float, checkpoints: Sequence[int] = ()) -> list[Event] | None:
+        """Take one observation; return the events that changed.
+
+        Args:
+            step: its step.
+            loss: the loss, nats.
+            checkpoints: steps of the checkpoints known. The one to go back to is the newest whose weights gave a finite
+                loss, two steps before the onset: those of the step before it may be what gave this one.
+        """
         if loss - loss == 0.0:
             self.run = 0
             self.rate = self.rate - self.rate / 200.0 if self.rate > NEGLIGIBLE else 0.0
             if self.detected:
                 self.calm += 1
                 if self.calm >= CALM:
-                    event = self._event(step, f"{CALM} finite losses in a row: over.", closed=step)
+                    event = self._event(step, f"{CALM} finite losses in a row: over.", checkpoints, closed=step)
                     self.detected = 0
                     return [event]
             return None
@@ -65,9 +73,10 @@ class NonFiniteWatch(PlainState):
             sentence = f"the loss is {value} at step {step}, {self.run} in a row since step {step - self.run + 1}."
         else:
             sentence = f"the loss is {value} at step {step}: normal when a loss scaler probes its limit."
-        return [self._event(step, sentence)]
+        return [self._event(step, sentence, checkpoints)]
 
-    def _event(self, step: int, sentence: str, *, closed: int | None = None) -> Event:
+    def _event(self, step: int, sentence: str, checkpoints: Sequence[int], *, closed: int | None = None) -> Event:
+        critical = self.severity == Severity.CRITICAL
         return Event(
             kind="non_finite",
             severity=Severity(self.severity),
@@ -77,5 +86,6 @@ class NonFiniteWatch(PlainState):
             closed=closed,
             statistic=float(max(self.run, 1)),
             threshold=float(RUN if self.loss_scaler else 1),
+            rollback_step=max((c for c in checkpoints if c <= self.onset - 2), default=None) if critical else None,
             sentence=sentence,
         )

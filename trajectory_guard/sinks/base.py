@@ -1,6 +1,7 @@
 """Sink: the protocol of every place that verdicts and events are written to, and the fuse around one."""
 
 import logging
+import time
 from typing import Protocol
 
 from trajectory_guard.detect.events import Event, Verdict
@@ -9,6 +10,10 @@ from trajectory_guard.forecast import Forecast
 __all__ = ["FusedSink", "Sink"]
 
 logger = logging.getLogger(__name__)
+
+SLOW_CALL_S = 10.0
+"""A call that took longer is the last of its sink. A chosen number: far over what a call takes (a TensorBoard flush
+.1 ms, measured), far under what other ranks wait for this one (30 minutes by default in torch.distributed)."""
 
 
 class Sink(Protocol):
@@ -31,10 +36,20 @@ class Sink(Protocol):
 
 
 class FusedSink:
-    """A sink that is switched off at its first failure, which is reported once: monitoring never harms the run."""
+    """A sink that is switched off at its first failure, which is reported once: monitoring never harms the run.
 
-    def __init__(self, sink: Sink) -> None:
+    A call that blocks cannot be broken off in its thread without leaving the sink's files and locks as they happen to
+    be. It is waited for, then the sink is switched off if the call took longer than `slow_call_s`: a server that hangs
+    costs the run one such wait, not one a step. `start` and `close`, which happen once, may take their time.
+
+    Args:
+        sink: the sink.
+        slow_call_s: longest call in seconds after which the sink stays on.
+    """
+
+    def __init__(self, sink: Sink, *, slow_call_s: float = SLOW_CALL_S) -> None:
         self.sink: Sink | None = sink
+        self.slow_call_s = slow_call_s
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """See `Sink.start`."""
@@ -60,12 +75,25 @@ class FusedSink:
     def _call(self, method: str, *args: object, **keywords: object) -> None:
         if self.sink is None:
             return
+        name = type(self.sink).__name__
+        began = time.monotonic()
         try:
             getattr(self.sink, method)(*args, **keywords)
         except Exception as error:
-            name = type(self.sink).__name__
             self.sink = None
             # Logged, not warned: under `-W error` a warning would raise into the training loop.
             logger.error(
                 "%s failed in %s() and is switched off; training goes on without it", name, method, exc_info=error
+            )
+            return
+        took_s = time.monotonic() - began
+        # These two happen once, and may log in to a server or wait for an upload.
+        if took_s > self.slow_call_s and method not in ("start", "close"):
+            self.sink = None
+            logger.error(
+                "%s took %.1f s in %s(), over %g s, and is switched off; training goes on without it",
+                name,
+                took_s,
+                method,
+                self.slow_call_s,
             )

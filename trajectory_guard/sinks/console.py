@@ -7,7 +7,7 @@ from typing import TextIO
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.forecast import Forecast
 
-__all__ = ["ConsoleSink", "event_line", "verdict_line"]
+__all__ = ["ConsoleSink", "event_line", "rollback_words", "verdict_line"]
 
 
 class ConsoleSink:
@@ -25,12 +25,13 @@ class ConsoleSink:
         """Say what is watched, from which step on there is a forecast, and how the run should end."""
         plan = forecast.plan
         self._total_steps = plan.total_steps
-        lower, upper = forecast.interval(plan.total_steps, level=forecast.levels[-1])
+        level = min(max(0.95, forecast.levels[0]), forecast.levels[-1])
+        lower, upper = forecast.interval(plan.total_steps, level=level)
         resumed = "" if resumed_step is None else f"; resumed after step {resumed_step:,}"
         self._print(
             f"trajectory-guard: {plan.split} {plan.metric} over {plan.total_steps:,} steps, forecast ({forecast.law}) "
             f"from step {forecast.first_step:,}, final loss {forecast.loss(plan.total_steps):.4f} "
-            f"[{lower:.4f}, {upper:.4f}] at {forecast.levels[-1]:.0%}{resumed}"
+            f"[{lower:.4f}, {upper:.4f}] at {level:.0%}{resumed}"
         )
         check = forecast.check
         if check.errors or check.warnings:
@@ -107,5 +108,11 @@ def event_line(event: Event, step: int) -> str:
     mark = "note" if event.severity == Severity.INFO else event.severity.name
     if event.state == "closed":
         return f"-- closed at step {event.closed or step:,}: {event.sentence}"
-    back = "" if event.rollback_step is None else f" Roll back to step {event.rollback_step:,}."
-    return f"!! {mark} at step {step:,}: {event.sentence}{back}"
+    return f"!! {mark} at step {step:,}: {event.sentence}{rollback_words(event)}"
+
+
+def rollback_words(event: Event) -> str:
+    """Return " Roll back to step N.", or nothing where there is no such step or the sentence says it already."""
+    if event.rollback_step is None or "roll back to" in event.sentence:
+        return ""
+    return f" Roll back to step {event.rollback_step:,}."

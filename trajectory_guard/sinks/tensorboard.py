@@ -14,6 +14,7 @@ import numpy as np
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
+from trajectory_guard.sinks.console import rollback_words
 from trajectory_guard.sinks.scalars import FlagState, check_name, verdict_scalars
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class TensorBoardSink:
         self._flags.take(event)
         writer = self._open_writer()
         severity = event.severity.name.lower()
-        back = "" if event.rollback_step is None else f" Roll back to step {event.rollback_step:,}."
+        back = rollback_words(event)
         writer.add_text(f"{self.name}/events", f"**{severity}, {event.state}**: {_plain(event.sentence)}{back}", step)
         if event.severity >= Severity.WARNING:
             writer.flush()
