@@ -7,6 +7,8 @@
 //   PART            1 forward, 2 backward, 3 permute, 4 histogram, 0 all
 // tests/kernels/ runs the same source on the CPU. The numerics contract is in kernels/reference.py.
 //
+// One block a multiprocessor is all that the launch bounds ask for: left to itself, ptxas spills a few bytes of some sizes
+// to fit one more.
 // Every shuffle and ballot names all 32 lanes and is reached by all of them: lanes without a token compute on a row of
 // -inf and write nothing. Sums run in a fixed order; the only atomics are on integers.
 
@@ -159,7 +161,7 @@ __device__ __forceinline__ float score_of(float x, float base, float inverse) {
 
 #if PART == 0 || PART == 1
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route_forward(const elem* logits, const float* bias, const unsigned char* valid, float* weights, int* experts,
               float* lse, float* cutoff, int* part_counts, float* part_psum, int tokens, int wide, float scale) {
   __shared__ u32 routed[PADDED * WORDS];  // bit i of expert e: token i of the block goes there
@@ -269,7 +271,7 @@ route_forward(const elem* logits, const float* bias, const unsigned char* valid,
 }
 
 // Sums over blocks; 32 experts a block of 32 x 32 threads.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 route_reduce(const int* part_counts, const float* part_psum, int* counts, float* psum, int blocks) {
   __shared__ int count_rows[32 * 32];
   __shared__ float psum_rows[32 * 32];
@@ -297,7 +299,7 @@ route_reduce(const int* part_counts, const float* part_psum, int* counts, float*
 #endif
 #if PART == 0 || PART == 2
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route_backward(const elem* logits, const int* experts, const unsigned char* valid, const float* g_weights,
                const float* g_psum, const float* g_lse, elem* g_logits, int tokens, int wide, float scale) {
   __shared__ float chosen[GROUPS * PADDED];  // a row a group: gradient of the chosen scores, 0 elsewhere
@@ -403,7 +405,7 @@ __device__ __forceinline__ void mark_routed(const int* experts, i64 first, int t
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) permute_count(const int* experts, int* part, int tokens) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) permute_count(const int* experts, int* part, int tokens) {
   __shared__ u32 routed[PADDED * WORDS];
   mark_routed(experts, (i64)blockIdx.x * BLOCK_TOKENS, tokens, routed);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
@@ -415,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) permute_count(const int* e
 }
 
 // part[b][e]: from the copies in block b to the copies in the blocks before it; totals[e]: all copies.
-extern "C" __global__ void __launch_bounds__(1024) permute_scan(int* part, int* totals, int blocks) {
+extern "C" __global__ void __launch_bounds__(1024, 1) permute_scan(int* part, int* totals, int blocks) {
   __shared__ int rows[32 * 32];
   int tid = threadIdx.x, row = tid / 32, e = blockIdx.x * 32 + tid % 32;
   int each = (blocks + 31) / 32, from = row * each, to = min(from + each, blocks);
@@ -436,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(1024) permute_scan(int* part, int* 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 permute_place(const int* experts, const int* part, const int* totals, int* order, int* pos, int* offs, int tokens) {
   __shared__ u32 routed[PADDED * WORDS];
   __shared__ int start[PADDED];
@@ -488,7 +490,7 @@ permute_place(const int* experts, const int* part, const int* totals, int* order
 #if PART == 0 || PART == 4
 
 // base and inverse sum of each row's softmax, for histogram_bins.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 histogram_rows(const elem* logits, float* rows, int tokens, int wide) {
   int tid = threadIdx.x, warp = tid / 32, group = tid / GROUP, lane = tid % GROUP;
   i64 first = (i64)blockIdx.x * BLOCK_TOKENS;
@@ -507,7 +509,7 @@ histogram_rows(const elem* logits, float* rows, int tokens, int wide) {
 
 #define HISTOGRAM_WORDS 12288
 // A block counts `chunk` tokens for `each` experts, each * bins <= HISTOGRAM_WORDS.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 histogram_bins(const elem* logits, const float* cutoff, const float* rows, const float* bounds,
                const unsigned char* valid, int* hist, int tokens, int bins, int each, int chunk) {
   __shared__ int counts[HISTOGRAM_WORDS];

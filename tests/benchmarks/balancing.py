@@ -5,8 +5,8 @@
 
 Every row trains the example's model (width 20) from the same seeds on the same batches with one rule. Loads are those
 of each step's whole batch, before the update they cause. max-violation is the mean of the layers, worst the worst
-layer's, as are CV and dead experts; all are means over the last 10 steps. The loss is the mean over the last 10 % of the
-steps, without auxiliary losses.
+layer's, as are CV and dead experts; all are means over the last 10 steps. The loss is the mean over the last 10 % of
+the steps, without auxiliary losses.
 """
 
 import argparse

@@ -27,7 +27,7 @@ static Constants shim_constants;
 #define __device__ static
 #define __forceinline__ inline
 #define __global__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #ifdef __SANITIZE_ADDRESS__
 #define __shared__ static  // sanitized with red zones; a named section would switch those off
 #else
