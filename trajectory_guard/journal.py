@@ -32,6 +32,8 @@ class Journal:
         """Begin or go on with a run in every sink."""
         for sink in self.sinks:
             sink.start(forecast, resumed_step=resumed_step)
+            if resumed_step is not None:
+                sink.reopen([event for event in self._events.values() if event.state == "open"])
 
     def write(self, verdict: Verdict, *, log: bool) -> DivergenceError | None:
         """Take a verdict: its events to memory and sinks, itself to the sinks if `log` or if it has events."""

@@ -11,6 +11,7 @@ import pytest
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import FileFormatError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
+from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.recipe import RecipeCheck
@@ -193,6 +194,28 @@ def test_the_flag_is_up_while_a_warning_is_open():
     sink.event(event(state="closed", closed=700), step=700)
     sink.verdict(verdict(700))
     assert rows[1:] == [(500, 0.0), (550, 0.0), (567, 1.0), (700, 0.0)]
+
+
+def test_the_flag_is_still_up_after_a_resume_within_an_event():
+    rows = []
+
+    class Recorder:
+        def log_metrics(self, metrics, step=None):
+            rows.append((step, metrics.get("guard/flag")))
+
+        def save(self):
+            pass
+
+    def guard_with(*sinks: LoggerSink) -> TrajectoryGuard:
+        return TrajectoryGuard(forecast(), sinks=sinks, log_every_n_steps=1)
+
+    first = guard_with()
+    first.observe(300, NAN)
+    second = guard_with(LoggerSink(Recorder()))
+    second.load_state_dict(first.state_dict())
+    for step in range(301, 366):
+        second.observe(step, 2.9)
+    assert rows[1:] == [(step, float(step < 364)) for step in range(301, 366)]
 
 
 def test_every_verdict_has_the_same_tags():

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from trajectory_guard.detect.events import Event, Verdict
@@ -17,7 +18,10 @@ SLOW_CALL_S = 10.0
 
 
 class Sink(Protocol):
-    """Where a guard writes. Every method may be slow or fail; the guard survives both."""
+    """Where a guard writes. Every method may be slow or fail; the guard survives both.
+
+    A sink that must know which events are open may have `reopen(events)` too: it is called after `start` at a resume.
+    """
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """Begin a run or go on with one: `resumed_step` is the last step judged before a resume, else None."""
@@ -54,6 +58,11 @@ class FusedSink:
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """See `Sink.start`."""
         self._call("start", forecast, resumed_step=resumed_step)
+
+    def reopen(self, events: Sequence[Event]) -> None:
+        """Tell a sink that has a `reopen` which events are open at a resume: they are not news."""
+        if hasattr(self.sink, "reopen"):
+            self._call("reopen", events)
 
     def verdict(self, verdict: Verdict) -> None:
         """See `Sink.verdict`."""

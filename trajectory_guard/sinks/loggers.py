@@ -1,6 +1,6 @@
 """LoggerSink: verdicts through any logger with `log_metrics(metrics, step)`, as those of Lightning and Fabric are."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trajectory_guard.detect.events import Event, Verdict
@@ -39,6 +39,10 @@ class LoggerSink:
         """Log the forecast of the final loss."""
         last = forecast.plan.total_steps
         self.logger.log_metrics({f"{self.name}/final_forecast": forecast.loss(last)}, step=(resumed_step or 0) + 1)
+
+    def reopen(self, events: Sequence[Event]) -> None:
+        """Take the events that are open at a resume, for the flag."""
+        self._flags.reopen(events)
 
     def verdict(self, verdict: Verdict) -> None:
         """Log every scalar of the verdict in one call."""

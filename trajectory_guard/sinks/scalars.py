@@ -1,6 +1,7 @@
 """The numbers that every sink shows for a verdict, under one set of names and in one call."""
 
 import re
+from collections.abc import Sequence
 
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
@@ -69,6 +70,12 @@ class FlagState:
             self._open.add(key)
         else:
             self._open.discard(key)
+
+    def reopen(self, events: Sequence[Event]) -> None:
+        """Take the events that are open at a resume."""
+        self._open.clear()
+        for event in events:
+            self.take(event)
 
     def at(self, verdict: Verdict) -> bool:
         """True when an event of at least warning is open at this verdict's step, or was flagged in it."""

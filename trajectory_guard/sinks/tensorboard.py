@@ -5,6 +5,7 @@ of the whole horizon goes once, at the start, into the sibling runs `forecast`, 
 under a tag of the loss, where the plain Scalars tab overlays them.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -88,6 +89,10 @@ class TensorBoardSink:
         self._writer.add_text(f"{self.name}/forecast", forecast_card(forecast), resumed_step or 0)
         self._write_curves(forecast, Path(self._writer.log_dir))
         self._writer.flush()
+
+    def reopen(self, events: Sequence[Event]) -> None:
+        """Take the events that are open at a resume, for the flag."""
+        self._flags.reopen(events)
 
     def verdict(self, verdict: Verdict) -> None:
         """Write every tag at the verdict's step."""

@@ -1,5 +1,6 @@
 """WandbSink: verdicts on a step axis of their own in Weights & Biases, an alert for an event."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trajectory_guard.detect.events import Event, Severity, Verdict
@@ -53,6 +54,10 @@ class WandbSink:
                 f"{self.name}/final_upper": float(upper),
             }
         )
+
+    def reopen(self, events: Sequence[Event]) -> None:
+        """Take the events that are open at a resume, for the flag."""
+        self._flags.reopen(events)
 
     def verdict(self, verdict: Verdict) -> None:
         """Log every scalar of the verdict in one call."""
