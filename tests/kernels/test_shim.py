@@ -33,16 +33,16 @@ def run_product(*arguments: str, environment: dict | None = None, shards: int = 
 
 
 def test_kernels_agree_with_the_oracle_for_every_size_dtype_and_mode():
-    results = run_product("--topks", "1", "8", "--orders", "0", "2")
+    results = run_product("--topks", "6", "--orders", "0", "2")
     assert [r["failures"] for r in results] == [[], []]
-    assert sum(r["launches"] for r in results) > 7000
+    assert sum(r["launches"] for r in results) > 3500
 
 
 @pytest.mark.slow
 def test_kernels_agree_with_the_oracle_over_the_full_product_in_three_thread_orders():
     results = run_product()
     assert [r["failures"] for r in results] == [[], []]
-    assert sum(r["launches"] for r in results) > 70000
+    assert sum(r["launches"] for r in results) > 35000
 
 
 def test_blocks_of_128_tokens_in_three_thread_orders():
