@@ -217,7 +217,12 @@ class TrajectoryGuard:
         self._actions.checkpoint = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain Python values, without NaN: it may be saved as JSON or by torch.save."""
+        """Return the whole state as plain Python values, without NaN: it may be saved as JSON or by torch.save.
+
+        The sinks are flushed first: a run that goes on from this state does not write anew what was logged before it.
+        """
+        if self._started and not self._closed:
+            self._journal.flush()
         return {
             "format": "trajectory-guard-state",
             "version": STATE_VERSION,

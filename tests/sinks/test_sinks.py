@@ -218,6 +218,28 @@ def test_the_flag_is_still_up_after_a_resume_within_an_event():
     assert rows[1:] == [(step, float(step < 364)) for step in range(301, 366)]
 
 
+def test_what_was_logged_before_a_saved_state_is_flushed_with_it():
+    calls = []
+
+    class Recorder:
+        def log_metrics(self, metrics, step=None):
+            calls.append(step)
+
+        def save(self):
+            calls.append("saved")
+
+    guard = TrajectoryGuard(forecast(), sinks=[LoggerSink(Recorder())], log_every_n_steps=1)
+    guard.state_dict()
+    assert calls == []  # Nothing has begun.
+    guard.observe(300, 2.9)
+    guard.state_dict()
+    assert calls[-2:] == [300, "saved"]
+    guard.close()
+    calls.clear()
+    guard.state_dict()
+    assert calls == []  # The sinks are closed.
+
+
 def test_every_verdict_has_the_same_tags():
     nothing = verdict(5, forecast=NAN, lower=NAN, upper=NAN, residual_nats=NAN, residual_sigma=NAN)
     assert set(verdict_scalars(nothing, flag=False)) == set(verdict_scalars(verdict(), flag=True))
