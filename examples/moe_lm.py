@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from trajectory_guard.kernels.balancing import AuxLoss, Balancer, QuantileBalancing, SignRule, load_metrics
-from trajectory_guard.kernels.reference import Routing, gather, permute, route, unpermute
+from trajectory_guard.kernels.routing import Routing, gather, permute, route, unpermute
 
 Balancing = Literal["quantile", "sign", "aux", "none"]
 
