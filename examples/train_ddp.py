@@ -87,7 +87,7 @@ def launch(setup: Setup) -> None:
     threads = max(1, torch.get_num_threads() // RANKS)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(run_rank, args=(setup, store, threads), nprocs=RANKS)
+        torch.multiprocessing.spawn(run_rank, args=(setup, store, threads), nprocs=RANKS)  # pyright: ignore
 
 
 if __name__ == "__main__":
