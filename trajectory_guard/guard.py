@@ -134,9 +134,12 @@ class TrajectoryGuard:
             TrajectoryGuardError: an argument is not what it should be; the message says what to do.
             DivergenceError: an event's configured action is `"raise"`; everything was written before.
         """
-        step = step if type(step) is int and step > 0 else step_value(step)
-        loss = loss if type(loss) is float else loss_value(loss)
-        if tokens is not None:
+        # The plain types that a training loop passes need no second look.
+        if type(step) is not int or step < 1:
+            step = step_value(step)
+        if type(loss) is not float:
+            loss = loss_value(loss)
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
             tokens = tokens_value(tokens)
         if channels:
             channels = {str(name): loss_value(value, f"channel {name}") for name, value in channels.items()}

@@ -90,7 +90,10 @@ class Watcher:
                 self.replayed.remember(step, loss)
         if step >= self.declared.next_step and known:
             self._try("declared", events, self.declared.begin, step, expected, self.judge)
-        stage = self._stage(step, known)
+        level = self.judge.level
+        stage: Stage = "no_forecast"
+        if known:
+            stage = "warm_up" if step <= self.warmup_end else "watching" if level.calibrated else "calibrating"
         if not finite:
             self.judge.skip()
         elif not repeated and (stage == "calibrating" or stage == "watching"):
@@ -104,7 +107,6 @@ class Watcher:
             for name, value in channels.items():
                 self._try(f"channel {name}", events, self._watch_channel, name, step, value)
 
-        level = self.judge.level
         residual = loss - expected
         watching = stage == "watching"
         return Verdict(
@@ -118,7 +120,7 @@ class Watcher:
             stage,
             level.statistic if watching else math.nan,
             level.threshold if watching else math.nan,
-            tuple(events),
+            tuple(events) if events else (),
         )
 
     def state(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class Watcher:
             "last_step": self.last_step,
             "frontier": self.frontier,
             "root_weight": self._root_weight,
-            "weighed_tokens": None if math.isnan(self._weighed_tokens) else self._weighed_tokens,
+            "weighed_tokens": None if math.isnan(self._weighed_tokens) else float(self._weighed_tokens),
             "channels": {name: channel.state() for name, channel in self.channels.items()},
             **{name: part.state() for name, part in self._parts().items()},
         }
@@ -154,20 +156,13 @@ class Watcher:
             "declared": self.declared,
         }
 
-    def _stage(self, step: int, known: bool) -> Stage:
-        if not known:
-            return "no_forecast"
-        if step <= self.warmup_end:
-            return "warm_up"
-        return "watching" if self.judge.level.calibrated else "calibrating"
-
     def _weigh_and_judge(
         self, step: int, loss: float, expected: float, gate: float, promise: float, tokens: float | None
     ) -> list[Event] | None:
-        planned = self.expectation.batch_tokens(step)
-        averaged = planned if tokens is None else tokens
         found = None
+        averaged = self.expectation.batch_tokens(step) if tokens is None else tokens
         if averaged != self._weighed_tokens:
+            planned = self.expectation.batch_tokens(step)
             found = self.onlookers.weigh(step, averaged, planned, self.judge)
             self._weighed_tokens = averaged
             self._root_weight = self.onlookers.root_weight

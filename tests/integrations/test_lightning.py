@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -325,6 +326,7 @@ def test_killed_and_resumed_the_later_verdicts_equal_those_of_an_uninterrupted_r
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == -9, done.stderr
+    time.sleep(1.1)  # TensorBoard orders event files by the second in their names.
     resumed = Watch(make_forecast(), log_every_n_steps=1, events_path=tmp_path / "events.jsonl")
     logger = TensorBoardLogger(tmp_path, version=0)
     # Epochs of 10 steps: Lightning goes on with the data where it was at the end of an epoch only.

@@ -54,7 +54,9 @@ class Cusum(PlainState):
         self.seen += 1
         self.clipped += clipped
         self.raw += raw
-        self.total = total = min(total, cap)
+        if total > cap:
+            total = cap
+        self.total = total
         return total
 
     @property
