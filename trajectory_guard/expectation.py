@@ -11,7 +11,8 @@ from trajectory_guard.forecast import Forecast
 
 __all__ = ["Expectation"]
 
-BLOCK = 1024
+BLOCK = 4096
+"""Steps read at once: reading a block takes about as long as judging some tens of steps, whatever its length."""
 GATE_SHARE = 1.0 / 3.0
 """Share of the 80 % half-width below which no change is flagged: within a third of it a forecast may bend. Measured by
 tests/benchmarks/detection.py."""

@@ -19,7 +19,8 @@ def slow_threshold(observation: int) -> float:
         >>> slow_threshold(399), round(slow_threshold(100_000), 2)
         (69.0, 34.5)
     """
-    return SLOW_THRESHOLD * (1.0 + (400.0 / (observation + 1)) ** 2)
+    share = 400.0 / (observation + 1)
+    return SLOW_THRESHOLD * (1.0 + share * share)
 
 
 class Cusum(PlainState):

@@ -250,23 +250,24 @@ class LevelWatch(PlainState):
         y = CLIP if u > CLIP else -CLIP if u < -CLIP else u
         self.mean = mean = self.mean + (y - self.mean) / SMOOTHING
         slow_limit = slow_threshold(i)
-        drift = (gate if gate > MID_DRIFT else MID_DRIFT) + 0.5 * self.bend * gate
-        cap, mid_cap = 2.0 * slow_limit, 2.0 * MID_THRESHOLD
+        bend = self.bend * gate
+        drift = (gate if gate > MID_DRIFT else MID_DRIFT) + 0.5 * bend
+        slow_drift = SLOW_DRIFT + bend
         slow_up = slow_down = mid_up = mid_down = 0.0
-        slow_drift = SLOW_DRIFT + self.bend * gate
         # A sum at zero stays there unless this observation lifts it.
-        if self.slow_up.seen or y > slow_drift:
-            slow_up = self.slow_up.update(step, y, u, slow_drift, cap)
-        if self.slow_down.seen or -y > slow_drift:
-            slow_down = self.slow_down.update(step, -y, -u, slow_drift, cap)
-        if self.mid_up.seen or y > drift:
-            mid_up = self.mid_up.update(step, y, u, drift, mid_cap)
-        if self.mid_down.seen or -y > drift:
-            mid_down = self.mid_down.update(step, -y, -u, drift, mid_cap)
+        if y > slow_drift or self.slow_up.seen:
+            slow_up = self.slow_up.update(step, y, u, slow_drift, 2.0 * slow_limit)
+        if -y > slow_drift or self.slow_down.seen:
+            slow_down = self.slow_down.update(step, -y, -u, slow_drift, 2.0 * slow_limit)
+        if y > drift or self.mid_up.seen:
+            mid_up = self.mid_up.update(step, y, u, drift, 2.0 * MID_THRESHOLD)
+        if -y > drift or self.mid_down.seen:
+            mid_down = self.mid_down.update(step, -y, -u, drift, 2.0 * MID_THRESHOLD)
         certified_up = self.certified_up.update(u - gate)
         certified_down = self.certified_down.update(-u - gate)
 
-        slow, mid = max(slow_up, slow_down), max(mid_up, mid_down)
+        slow = slow_up if slow_up > slow_down else slow_down
+        mid = mid_up if mid_up > mid_down else mid_down
         if mid / MID_THRESHOLD > slow / slow_limit:
             self.statistic, self.threshold = mid, MID_THRESHOLD
         else:
