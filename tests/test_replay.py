@@ -55,7 +55,7 @@ def test_a_replay_gives_what_the_guard_said_live(folder, synthetic_rung, synthet
 def test_the_command_prints_the_events_and_when(folder, capsys):
     assert main(words(folder, "jump.csv", "--plan", folder / "plan.json")) == 0
     out = capsys.readouterr().out
-    assert "CERTIFIED" in out and "3000 rows judged" in out and "at 20" in out
+    assert "WARNING change_up" in out and "3000 rows judged" in out and "at 20" in out
 
 
 def test_a_healthy_log_has_nothing_to_warn_of(folder, capsys):

@@ -1,6 +1,7 @@
 """Course: how a run has stood to its forecast so far, in a few hundred numbers; for outlook and calibration."""
 
 import math
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,45 +19,70 @@ STRETCHES = 200
 class Course(PlainState):
     """Mean of ln(loss / forecast) over each of 200 stretches of steps; its size does not grow with the run.
 
+    What belongs to the latest stretch, `at`, which ends with step `end`, is summed in `count` and `log_ratio` first.
+
     Example:
         >>> course = Course(total_steps=1000)
         >>> for step in (1, 2, 999):
         ...     course.add(step, loss=2.0, expected=2.0)
-        >>> course.counts[0], course.counts[-1]
+        >>> counts, log_ratios = course.stretches()
+        >>> int(counts[0]), int(counts[-1])
         (2, 1)
     """
 
-    __slots__ = ("counts", "log_ratios", "total_steps")
+    __slots__ = ("at", "count", "counts", "end", "log_ratio", "log_ratios", "total_steps")
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self.counts = [0] * STRETCHES
         self.log_ratios = [0.0] * STRETCHES
+        self.at = 0
+        self.end = 0
+        self.count = 0
+        self.log_ratio = 0.0
 
     def add(self, step: int, loss: float, expected: float) -> None:
-        """Take one finite, positive loss at a step that has a forecast."""
-        at = (step - 1) * STRETCHES // self.total_steps
-        self.counts[at] += 1
-        self.log_ratios[at] += math.log(loss / expected)
+        """Take one finite, positive loss at a step that has a forecast; steps only rise, but for `go_back`."""
+        if step > self.end:
+            self._turn(step)
+        self.count += 1
+        self.log_ratio += log(loss / expected)
 
     def go_back(self, step: int) -> None:
         """Forget the stretches from `step` on: the run trains them again."""
-        for at in range((step - 1) * STRETCHES // self.total_steps, STRETCHES):
+        self._turn(step)
+        for at in range(self.at, STRETCHES):
             self.counts[at], self.log_ratios[at] = 0, 0.0
+
+    def stretches(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the count and the sum of ln(loss / forecast) of every stretch, both of shape (200,)."""
+        counts, log_ratios = np.array(self.counts), np.array(self.log_ratios)
+        counts[self.at] += self.count
+        log_ratios[self.at] += self.log_ratio
+        return counts, log_ratios
 
     def recent_log_ratio(self, forecast: Forecast, step: int) -> float:
         """Return the mean of ln(loss / forecast) over the last 40 % of the progress seen; NaN where nothing was."""
         plan = forecast.plan
         recent = plan.progress(self._middles()) >= OUTLOOK_RECENT * plan.progress(step)
-        count = float(np.sum(np.where(recent, self.counts, 0)))
-        return float(np.sum(np.where(recent, self.log_ratios, 0.0))) / count if count else math.nan
+        counts, log_ratios = self.stretches()
+        count = float(np.sum(counts[recent]))
+        return float(np.sum(log_ratios[recent])) / count if count else math.nan
 
     def losses(self, forecast: Forecast) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the middle step of every stretch seen and the loss there: the forecast times the mean ratio to it."""
-        middles, counts = self._middles(), np.array(self.counts)
+        middles, (counts, log_ratios) = self._middles(), self.stretches()
         seen = (counts > 0) & (middles >= forecast.first_step)
         expected = np.asarray(forecast.loss(middles[seen]))
-        return middles[seen], expected * np.exp(np.array(self.log_ratios)[seen] / counts[seen])
+        return middles[seen], expected * np.exp(log_ratios[seen] / counts[seen])
+
+    def _turn(self, step: int) -> None:
+        """Put the latest stretch by, and go to that of `step`."""
+        self.counts[self.at] += self.count
+        self.log_ratios[self.at] += self.log_ratio
+        self.count, self.log_ratio = 0, 0.0
+        self.at = (step - 1) * STRETCHES // self.total_steps
+        self.end = -(-(self.at + 1) * self.total_steps // STRETCHES)
 
     def _middles(self) -> NDArray[np.float64]:
         return (np.arange(STRETCHES) + 0.5) * self.total_steps / STRETCHES

@@ -1,7 +1,6 @@
 """Expectation: a forecast read one step at a time as plain numbers, in blocks, so that a step costs no numpy call."""
 
 import math
-from bisect import bisect_right
 from statistics import NormalDist
 
 import numpy as np
@@ -22,11 +21,11 @@ BEND_STEPS = 2000
 of not much more steps the bias may move by far more meanwhile than in a long one: the gate is up to twice as wide, and
 the slow test allows for it. Measured on the example's rungs and on runs made to follow a law."""
 
-Row = tuple[float, float, float, float, float]
+Row = tuple[float, float, float, float, float, int]
 
 
 class Expectation:
-    """Forecast, 95 % interval, change gate and 95 % half-width at a step, all in nats; NaN without a forecast."""
+    """What a plan and its forecast expect of a step; all in nats, NaN without a forecast."""
 
     def __init__(self, forecast: Forecast) -> None:
         self.forecast = forecast
@@ -34,22 +33,20 @@ class Expectation:
         self._first = 1
         self._rows: list[Row] = []
         phases = forecast.plan.batch_phases
-        self._phase_starts = [first for first, _ in phases]
-        self._phase_tokens = [tokens for _, tokens in phases]
+        self._phase_starts = np.array([first for first, _ in phases])
+        self._phase_tokens = np.array([tokens for _, tokens in phases])
 
     def at(self, step: int) -> Row:
-        """Return (forecast, lower, upper, gate, promise) at `step`."""
+        """Return (forecast, lower, upper, gate, promise, tokens) at `step`.
+
+        lower and upper are the ends of the 95 % interval, promise its half-width, gate the smallest change to flag,
+        tokens the planned ones of this optimizer update.
+        """
         index = step - self._first
         if not 0 <= index < len(self._rows):
             self._load(step)
             index = step - self._first
         return self._rows[index]
-
-    def batch_tokens(self, step: int) -> int:
-        """Return the planned tokens of the optimizer update at `step`."""
-        if len(self._phase_tokens) == 1:
-            return self._phase_tokens[0]
-        return self._phase_tokens[bisect_right(self._phase_starts, step) - 1]
 
     def _load(self, step: int) -> None:
         self._first = 1 + (step - 1) // BLOCK * BLOCK
@@ -63,7 +60,8 @@ class Expectation:
             GATE_SHARE * (1.0 + self.bend) * self._half_width(steps, 0.8) * loss,
             wide * loss,
         )
-        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        tokens = self._phase_tokens[np.searchsorted(self._phase_starts, steps, side="right") - 1]
+        self._rows = list(zip(*(column.tolist() for column in (*columns, tokens)), strict=True))
 
     def _half_width(self, steps: NDArray[np.int64], level: float) -> NDArray[np.float64]:
         """Half-width of ln(loss); outside the table's levels by the normal quantile of the nearest level."""

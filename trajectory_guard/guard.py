@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from trajectory_guard.actions import Action, Actions
-from trajectory_guard.course import Course
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
@@ -20,7 +19,7 @@ from trajectory_guard.watcher import Watcher
 
 __all__ = ["TrajectoryGuard"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class TrajectoryGuard:
@@ -83,7 +82,6 @@ class TrajectoryGuard:
         )
         for change in forecast.plan.changes:
             self._watcher.declared.declare(change.step, change.kind, change.reason)
-        self._course = Course(forecast.plan.total_steps)
         self._next_log = 0
         self._started = False
         self._closed = False
@@ -148,14 +146,11 @@ class TrajectoryGuard:
             self._journal.start(self.forecast, self._watcher.last_step or None)
         if step < self._watcher.last_step:
             self._next_log = step
-            self._course.go_back(step)
         verdict = self._watcher.observe(step, loss, tokens, channels)
-        if verdict.forecast > 0.0 and 0.0 < loss < math.inf:
-            self._course.add(step, loss, verdict.forecast)
-        log = step >= self._next_log
-        if log:
-            self._next_log = (step // self.log_every_n_steps + 1) * self.log_every_n_steps
-        if log or verdict.events:
+        if verdict.events or step >= self._next_log:
+            log = step >= self._next_log
+            if log:
+                self._next_log = (step // self.log_every_n_steps + 1) * self.log_every_n_steps
             error = self._journal.write(verdict, log=log)
             if error:
                 raise error
@@ -173,7 +168,7 @@ class TrajectoryGuard:
         step = self._watcher.last_step
         if step < 1:
             return None
-        return outlook(self.forecast, step, self._course.recent_log_ratio(self.forecast, step), level=level)
+        return outlook(self.forecast, step, self._watcher.course.recent_log_ratio(self.forecast, step), level=level)
 
     def calibration(self) -> Calibration | None:
         """Return the forecast moved by half of what the start of the run showed; nothing is judged against it.
@@ -182,7 +177,7 @@ class TrajectoryGuard:
         where fewer than three of its stretches of half a percent were seen. See `laws.calibrate.calibrate`.
         """
         try:
-            return calibrate(self.forecast, *self._course.losses(self.forecast))
+            return calibrate(self.forecast, *self._watcher.course.losses(self.forecast))
         except TrajectoryGuardError:
             return None
 
@@ -233,7 +228,6 @@ class TrajectoryGuard:
             "should_stop": self._actions.stop,
             "checkpoint_requested": self._actions.checkpoint,
             "watcher": self._watcher.state(),
-            "course": self._course.state(),
             "events": self._journal.state(),
         }
 
@@ -252,7 +246,6 @@ class TrajectoryGuard:
             )
         try:
             self._watcher.load_state(state["watcher"])
-            self._course.load_state(state["course"])
             self._journal.load_state(state["events"])
             self._next_log = int(state["next_log"])
             self._actions.stop = bool(state["should_stop"])

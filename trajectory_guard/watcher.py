@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trajectory_guard.course import Course
 from trajectory_guard.detect.channels import ChannelWatch
 from trajectory_guard.detect.declared import Declared
 from trajectory_guard.detect.events import Event, Stage, Verdict
@@ -54,33 +55,34 @@ class Watcher:
         )
         self.non_finite = NonFiniteWatch(loss_scaler=loss_scaler)
         self.replayed = Replayed()
+        self.course = Course(plan.total_steps)
         self.declared = Declared()
         self.channels: dict[str, ChannelWatch] = {}
         self.last_step = 0
         self.frontier = 0
         self._paired = paired
         self._channel_courses = {name: Expectation(course) for name, course in channel_forecasts.items()}
-        self._root_weight = 1.0
         self._weighed_tokens = math.nan
         self._broken: set[str] = set()
 
     def observe(self, step: int, loss: float, tokens: float | None, channels: Mapping[str, float] | None) -> Verdict:
         """Judge one observation; what a part finds or breaks never keeps the others from seeing it."""
-        expected, lower, upper, gate, promise = self.expectation.at(step)
+        expected, lower, upper, gate, promise, planned_tokens = self.expectation.at(step)
         shift = self.declared.shift
         if shift:
             expected, lower, upper = expected + shift, lower + shift, upper + shift
-        known = expected == expected
+        known = expected > 0.0
         finite = loss - loss == 0.0
-        repeated = step == self.last_step
+        last_step = self.last_step
+        judge, level = self.judge, self.judge.level
         events: list[Event] = []
-        if step < self.last_step:
+        if step < last_step:
             self._try("rewind", events, self._go_back, step, expected)
         if not finite or self.non_finite.busy:
-            self._try("non_finite", events, self.non_finite.update, step, loss, self.judge.checkpoints)
-        if not repeated:
-            if not self.last_step or step > self.onlookers.last_step:
-                self._try("onlookers", events, self.onlookers.before, step, loss, self.judge)
+            self._try("non_finite", events, self.non_finite.update, step, loss, judge.checkpoints)
+        if step != last_step:
+            if not last_step or step > self.onlookers.last_step:
+                self._try("onlookers", events, self.onlookers.before, step, loss, judge)
             self.last_step = step
         if step <= self.frontier:
             self._try("replayed", events, self._compare, step, loss)
@@ -88,22 +90,38 @@ class Watcher:
             self.frontier = step
             if finite:
                 self.replayed.remember(step, loss)
+        if known and finite and loss > 0.0:
+            self.course.add(step, loss, expected)
         if step >= self.declared.next_step and known:
-            self._try("declared", events, self.declared.begin, step, expected, self.judge)
-        level = self.judge.level
+            self._try("declared", events, self.declared.begin, step, expected, judge)
         stage: Stage = "no_forecast"
         if known:
             stage = "warm_up" if step <= self.warmup_end else "watching" if level.calibrated else "calibrating"
         if not finite:
-            self.judge.skip()
-        elif not repeated and (stage == "calibrating" or stage == "watching"):
-            promised = math.inf if self.declared.suspended else promise
-            self._try("judge", events, self._weigh_and_judge, step, loss, expected, gate, promised, tokens)
+            self._try("judge", events, judge.skip, step)
+        elif step != last_step and known and step > self.warmup_end:
+            if tokens is None:
+                tokens = planned_tokens
+            if tokens != self._weighed_tokens:
+                self._weighed_tokens = tokens
+                self._try("tokens", events, self.onlookers.weigh, step, tokens, planned_tokens, judge)
+            if self.declared.kind == "loss_definition":
+                promise = math.inf
+            reference = math.nan if self._paired is None else self._paired.at(step)
+            weight = self.onlookers.root_weight
+            if "judge" not in self._broken:
+                try:
+                    found = judge.observe(step, loss, expected, gate, promise, weight, reference)
+                except Exception as error:
+                    self._switch_off("judge", error)
+                else:
+                    if found:
+                        events.extend(found)
             if not self.onlookers.calibration_said:
-                self._try("onlookers", events, self.onlookers.after, step, self.judge)
+                self._try("onlookers", events, self.onlookers.after, step, judge)
             if self.declared.kind:
-                self._try("declared", events, self.declared.finish, step, expected, self.judge)
-        if channels and not repeated and step > self.warmup_end:
+                self._try("declared", events, self.declared.finish, step, expected, judge)
+        if channels and step != last_step and step > self.warmup_end:
             for name, value in channels.items():
                 self._try(f"channel {name}", events, self._watch_channel, name, step, value)
 
@@ -128,7 +146,6 @@ class Watcher:
         return {
             "last_step": self.last_step,
             "frontier": self.frontier,
-            "root_weight": self._root_weight,
             "weighed_tokens": None if math.isnan(self._weighed_tokens) else float(self._weighed_tokens),
             "channels": {name: channel.state() for name, channel in self.channels.items()},
             **{name: part.state() for name, part in self._parts().items()},
@@ -142,8 +159,9 @@ class Watcher:
         for name, state in content["channels"].items():
             self.channels[name] = ChannelWatch()
             self.channels[name].load_state(state)
-        self.last_step, self.frontier = int(content["last_step"]), int(content["frontier"])
-        self._root_weight = float(content["root_weight"])
+        self.last_step = int(content["last_step"])
+        # Steps that this object has seen beyond the state are trained again: they are compared.
+        self.frontier = max(self.frontier, int(content["frontier"]))
         weighed = content["weighed_tokens"]
         self._weighed_tokens = math.nan if weighed is None else float(weighed)
 
@@ -153,22 +171,9 @@ class Watcher:
             "onlookers": self.onlookers,
             "non_finite": self.non_finite,
             "replayed": self.replayed,
+            "course": self.course,
             "declared": self.declared,
         }
-
-    def _weigh_and_judge(
-        self, step: int, loss: float, expected: float, gate: float, promise: float, tokens: float | None
-    ) -> list[Event] | None:
-        found = None
-        averaged = self.expectation.batch_tokens(step) if tokens is None else tokens
-        if averaged != self._weighed_tokens:
-            planned = self.expectation.batch_tokens(step)
-            found = self.onlookers.weigh(step, averaged, planned, self.judge)
-            self._weighed_tokens = averaged
-            self._root_weight = self.onlookers.root_weight
-        reference = math.nan if self._paired is None else self._paired.at(step)
-        events = self.judge.observe(step, loss, expected, gate, promise, self._root_weight, reference)
-        return events if found is None else found + (events or [])
 
     def _compare(self, step: int, loss: float) -> list[Event] | None:
         if not math.isfinite(loss):
@@ -185,7 +190,8 @@ class Watcher:
 
     def _go_back(self, step: int, expected: float) -> list[Event]:
         """The run went back: the level and the noise are known, every statistic starts at zero."""
-        self.replayed.begin()
+        self.replayed.begin(step)
+        self.course.go_back(step)
         sentence = (
             f"the run went back from step {self.last_step} to step {step}: statistics start anew, level and noise are "
             "kept, and losses of steps trained again are compared with the remembered ones."
@@ -199,8 +205,11 @@ class Watcher:
         try:
             found = call(*args)
         except Exception as error:
-            self._broken.add(name)
-            logger.error("the guard's part %r failed and is switched off; training goes on", name, exc_info=error)
+            self._switch_off(name, error)
             return
         if found:
             events.extend(found)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self._broken.add(name)
+        logger.error("the guard's part %r failed and is switched off; training goes on", name, exc_info=error)

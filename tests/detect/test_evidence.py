@@ -54,6 +54,21 @@ def test_no_alarm_with_the_mean_at_the_gate():
     assert max(evidence.update(z) for z in noise.tolist()) < ALARM
 
 
+@pytest.mark.parametrize("block", [1, 7, 32])
+def test_settled_in_blocks_it_follows_its_definition_and_dropping_only_lowers_it(block):
+    rng = np.random.default_rng(block)
+    for shift in (0.2, -0.3):
+        values = (rng.standard_normal(50 * block) + shift).tolist()
+        evidence, settled = Evidence(), []
+        for start in range(0, len(values), block):
+            evidence.pending.extend(values[start : start + block])
+            settled.append(evidence.settle())
+        expected = reference(values)[block - 1 :: block]
+        assert all(0.0 <= found <= most * (1 + 1e-9) for found, most in zip(settled, expected, strict=True))
+        if shift > 0.0 and block == 32:
+            assert settled[-1] == pytest.approx(expected[-1])
+
+
 def test_it_stays_finite_and_comes_back():
     evidence = Evidence()
     for _ in range(5000):

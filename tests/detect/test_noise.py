@@ -10,8 +10,9 @@ from trajectory_guard.detect.noise import NoiseChange, NoiseScale, autocorrelati
 
 def scale_of(residuals: np.ndarray, losses: np.ndarray | None = None) -> float:
     noise = NoiseScale()
-    for residual, loss in zip(residuals, residuals + 3.0 if losses is None else losses, strict=True):
-        noise.add(float(residual), float(loss), 1.0)
+    losses = residuals + 3.0 if losses is None else losses
+    for first in range(0, len(residuals), 30):
+        noise.add(residuals[first : first + 30].tolist(), losses[first : first + 30].tolist())
     noise.refresh()
     return noise.sigma
 
@@ -27,6 +28,15 @@ def test_the_scale_is_blind_to_levels_and_outliers():
     residuals[200:] += 5.0
     residuals[::50] += 1.0
     assert scale_of(residuals) == pytest.approx(clean, rel=0.1)
+
+
+def test_differences_are_those_of_neighbours_at_weight_1():
+    noise = NoiseScale()
+    assert noise.add([1.0, 3.0], [1.0, 3.0], [1.0, 2.0]) == [4.0]
+    assert noise.add([2.0], [2.5]) == [1.0]
+    noise.skip()
+    assert noise.add([7.0, 6.5], [7.0, 6.75]) == [0.5]
+    assert noise.differences == [4.0, 1.0, 0.5] and noise.quantum == 0.25
 
 
 def test_a_rounded_loss_has_half_its_step_as_the_least_scale():
@@ -55,9 +65,9 @@ def test_white_noise_is_not_corrected():
 def test_a_change_of_the_noise_is_told_once_and_a_steady_one_never():
     rng = np.random.default_rng(2)
     change = NoiseChange()
-    told = [change.update(abs(float(d)), 0.02) for d in 0.02 * rng.standard_normal(5000)]
-    assert told == [None] * 5000
-    told = [change.update(abs(float(d)), 0.02) for d in 0.05 * rng.standard_normal(2000)]
+    told = [change.update(block.tolist(), 0.02) for block in abs(0.02 * rng.standard_normal((200, 25)))]
+    assert told == [None] * 200
+    told = [change.update(block.tolist(), 0.02) for block in abs(0.05 * rng.standard_normal((80, 25)))]
     ratios = [ratio for ratio in told if ratio]
     assert len(ratios) == 1 and ratios[0] > 1.5
 

@@ -30,31 +30,33 @@ def test_the_level_is_robust_to_skewed_outliers():
 def test_the_baseline_never_sees_the_latest_320_observations():
     baseline = Baseline()
     baseline.calibrate([0.0] * 400, 1.0)
-    for _ in range(320):
-        baseline.add(1.0)
+    for _ in range(40):
+        baseline.add(8.0, 8)
     assert baseline.level == 0.0
-    for _ in range(32):
-        baseline.add(1.0)
+    for _ in range(4):
+        baseline.add(8.0, 8)
     assert baseline.level == pytest.approx(32 / 432)
 
 
 def test_cusum_equals_its_definition_and_knows_its_onset():
     values = np.random.default_rng(0).standard_normal(500).tolist() + [1.0] * 50
-    cusum, total = Cusum(), 0.0
+    cusum, up, down = Cusum(), 0.0, 0.0
     for step, value in enumerate(values, 1):
-        total = min(40.0, max(0.0, total + value - 0.3))
-        assert cusum.update(step, value, value, 0.3, 40.0) == pytest.approx(total)
+        up, down = max(0.0, up + value - 0.3), max(0.0, down - value - 0.3)
+        assert cusum.update(step, value - 0.3, -value - 0.3, value) == pytest.approx(max(up, down))
+        assert (cusum.up, cusum.down) == pytest.approx((up, down))
     partial = [sum(value - 0.3 for value in values[i:]) for i in range(len(values))]
     # Page's maximum-likelihood onset: where the sum to the end is largest.
-    assert cusum.onset == 1 + int(np.argmax(partial))
+    onset = 1 + int(np.argmax(partial))
+    assert cusum.onset(1) == onset and cusum.count(1) == len(values) - onset + 1
+    assert cusum.mean(1) == pytest.approx(np.mean(values[onset - 1 :]))
 
 
 def test_three_outliers_of_five_are_a_spike_with_their_first_as_onset():
     spikes = Spikes()
-    pattern = [True, False, True, False, True]
-    assert [spikes.update(step, bad) for step, bad in enumerate(pattern, 10)] == [False] * 4 + [True]
-    assert spikes.onset == 10
-    assert not spikes.update(15, False) and not spikes.update(16, False)
+    assert [spikes.add(10 + i, i) for i in (1, 3, 5)] == [False, False, True]
+    assert spikes.steps == [11, 13, 15]
+    assert spikes.add(16, 6) and not spikes.add(20, 10) and spikes.steps == [16, 20]
 
 
 def test_an_accelerating_rise_is_a_runaway_and_a_linear_one_is_not():
@@ -88,7 +90,7 @@ def test_replayed_losses_within_tolerance_are_silent():
     losses = np.random.default_rng(0).normal(3.0, 0.05, 100)
     for step, loss in enumerate(losses, 1):
         replayed.remember(step, float(loss))
-    replayed.begin()
+    replayed.begin(1)
     assert all(replayed.compare(step, float(loss) + 2e-4) is None for step, loss in enumerate(losses, 1))
 
 
@@ -100,7 +102,7 @@ def test_replayed_losses_tell_another_model_from_other_data():
         replayed = Replayed()
         for step, loss in enumerate(losses, 1):
             replayed.remember(step, float(loss))
-        replayed.begin()
+        replayed.begin(1)
         return [replayed.compare(step, float(loss)) for step, loss in enumerate(again, 1)]
 
     assert findings(losses + 0.01)[PAIRS - 1][0] == "replayed_differs"
@@ -111,7 +113,7 @@ def test_memory_of_replayed_losses_is_bounded():
     replayed = Replayed()
     for step in range(1, 10_000):
         replayed.remember(step, 3.0)
-        kept = list(replayed.losses)
+        kept = replayed.steps
         assert len(kept) <= MEMORY + SLACK
         assert kept == list(range(max(1, step - len(kept) + 1), step + 1)) and len(kept) >= min(step, MEMORY)
 
@@ -166,8 +168,8 @@ def test_a_plateau_is_named_only_while_the_loss_stands_still():
     flat, falling = Course(), Course()
     for step in range(1, 1001):
         forecast = 3.0 - 1e-4 * step
-        flat.update(step, 3.0 + 0.03 * float(rng.standard_normal()), forecast)
-        falling.update(step, forecast + 0.03 * float(rng.standard_normal()), forecast)
+        flat.add(step, 1, 3.0 + 0.03 * float(rng.standard_normal()), forecast)
+        falling.add(step, 1, forecast + 0.03 * float(rng.standard_normal()), forecast)
     assert flat.plateau(100, 0.03).startswith("plateau")
     assert falling.plateau(100, 0.03) is None
 

@@ -41,12 +41,12 @@ class Baseline(PlainState):
         self.observations = len(residuals)
         self.drop_waiting()
 
-    def add(self, value: float) -> None:
-        """Take one clipped residual, b + s clip(u), in nats."""
-        self.total += value
-        self.count += 1
-        if self.count == BLOCK:
-            self.blocks.append(self.total / BLOCK)
+    def add(self, total: float, count: int) -> None:
+        """Take `count` clipped residuals, b + s clip(u), by their sum in nats; at most a block of them."""
+        self.total += total
+        self.count += count
+        if self.count >= BLOCK:
+            self.blocks.append(self.total / self.count)
             self.total = 0.0
             self.count = 0
             if len(self.blocks) > WAITING:

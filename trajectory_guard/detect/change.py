@@ -24,48 +24,74 @@ def slow_threshold(observation: int) -> float:
 
 
 class Cusum(PlainState):
-    """One-sided cumulative sum S = max(0, S + y - k) [1], and what was seen since S last was zero.
+    """Cumulative sums to both sides [1], each S = max(0, S + increment), and what was seen since each last was zero.
+
+    Example:
+        >>> cusum = Cusum()
+        >>> for step, y in enumerate([-1.0, 2.0, 1.0, 3.0], start=1):
+        ...     total = cusum.update(step, y - 0.5, -y - 0.5, y)
+        >>> total, cusum.onset(1), cusum.mean(1), cusum.total(-1)
+        (4.5, 2, 2.0, 0.0)
 
     References:
         [1] E. S. Page, "Continuous inspection schemes", Biometrika 41 (1954), doi:10.1093/biomet/41.1-2.100.
     """
 
-    __slots__ = ("clipped", "onset", "raw", "seen", "total")
+    __slots__ = ("down", "down_onset", "down_raw", "down_start", "seen", "up", "up_onset", "up_raw", "up_start")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Start at zero."""
-        self.total = 0.0
-        self.onset = 0
         self.seen = 0
-        self.clipped = 0.0
-        self.raw = 0.0
+        self.up = self.down = 0.0
+        self.up_onset = self.down_onset = 0
+        self.up_start = self.down_start = 0
+        self.up_raw = self.down_raw = 0.0
 
-    def update(self, step: int, clipped: float, raw: float, drift: float, cap: float) -> float:
-        """Take one standardised residual (`clipped`, and `raw` for the size) and return S, at most `cap`."""
-        total = self.total + clipped - drift
-        if total <= 0.0:
-            if self.seen:
-                self.reset()
-            return 0.0
-        if self.seen == 0:
-            self.onset = step
+    def update(self, step: int, rise: float, fall: float, raw: float) -> float:
+        """Take the increments of both sums, and the value whose mean is the size of a change; return the larger sum."""
         self.seen += 1
-        self.clipped += clipped
-        self.raw += raw
-        if total > cap:
-            total = cap
-        self.total = total
-        return total
+        up = self.up + rise
+        if up > 0.0:
+            if self.up == 0.0:
+                self.up_onset, self.up_start, self.up_raw = step, self.seen, raw
+            else:
+                self.up_raw += raw
+            self.up = up
+        else:
+            self.up = up = 0.0
+        down = self.down + fall
+        if down > 0.0:
+            if self.down == 0.0:
+                self.down_onset, self.down_start, self.down_raw = step, self.seen, raw
+            else:
+                self.down_raw += raw
+            self.down = down
+        else:
+            self.down = down = 0.0
+        return up if up > down else down
 
-    @property
-    def mean(self) -> float:
-        """Mean of the clipped residuals since the last zero."""
-        return self.clipped / self.seen if self.seen else 0.0
+    def cap(self, limit: float) -> None:
+        """Let neither sum be over `limit`, so that it falls again soon after a change has ended."""
+        self.up, self.down = min(self.up, limit), min(self.down, limit)
 
-    @property
-    def raw_mean(self) -> float:
-        """Mean of the unclipped residuals since the last zero: the size of the change, in sigmas."""
-        return self.raw / self.seen if self.seen else 0.0
+    def total(self, sign: int) -> float:
+        """Return the sum to one side: +1 above, -1 below."""
+        return self.up if sign > 0 else self.down
+
+    def onset(self, sign: int) -> int:
+        """Return the step of the first observation since the sum last was zero."""
+        return self.up_onset if sign > 0 else self.down_onset
+
+    def count(self, sign: int) -> int:
+        """Return how many observations the sum holds."""
+        if sign > 0:
+            return self.seen - self.up_start + 1 if self.up else 0
+        return self.seen - self.down_start + 1 if self.down else 0
+
+    def mean(self, sign: int) -> float:
+        """Return the mean of the raw values that the sum holds: the size of the change, with its sign."""
+        count = self.count(sign)
+        return (self.up_raw if sign > 0 else self.down_raw) / count if count else 0.0

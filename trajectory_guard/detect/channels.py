@@ -34,9 +34,9 @@ class ChannelWatch(PlainState):
 
     __slots__ = (
         "calm",
+        "change",
         "criterion",
         "detected",
-        "down",
         "level",
         "logarithmic",
         "noise",
@@ -48,15 +48,17 @@ class ChannelWatch(PlainState):
         "spikes",
         "statistic",
         "threshold",
-        "up",
+        "waiting",
     )
 
     def __init__(self) -> None:
         self.noise = NoiseScale()
         self.level = 0.0
         self.spikes = Spikes()
-        self.up, self.down = Cusum(), Cusum()
+        self.change = Cusum()
         self.sample: list[float] = []
+        # Values that the noise scale has not seen yet.
+        self.waiting: list[float] = []
         self.logarithmic = True
         self.observation = 0
         self.criterion = ""
@@ -78,6 +80,7 @@ class ChannelWatch(PlainState):
             expected: its course at this step where one is known, NaN where not.
         """
         if value - value != 0.0:
+            self._learn_noise()
             self.noise.skip()
             if self.criterion:
                 return None
@@ -97,23 +100,24 @@ class ChannelWatch(PlainState):
         # A channel with little noise has its gate many sigmas out: what passes it counts up to 1.5 an observation.
         limit = drift + 1.5
         beyond = limit if u > limit else -limit if u < -limit else u
-        up = self.up.update(step, beyond, u, drift, 2.0 * MID_THRESHOLD)
-        down = self.down.update(step, -beyond, -u, drift, 2.0 * MID_THRESHOLD)
-        spiking = self.spikes.update(step, u > SIGMAS and excess > SPIKE_RATIO * unit)
+        change = self.change
+        total = change.update(step, beyond - drift, -beyond - drift, u)
+        change.cap(2.0 * MID_THRESHOLD)
+        spiking = u > SIGMAS and excess > SPIKE_RATIO * unit and self.spikes.add(step, i)
         if self.criterion:
             return self._count_calm(name, step, excess)
         if spiking:
-            count = float(sum(1 for s in self.spikes.recent if s))
-            self._open("spike", Severity.WARNING, self.spikes.onset, step, count, float(NEEDED), excess)
-        elif max(up, down) >= MID_THRESHOLD:
-            side = self.up if up >= down else self.down
-            size = side.raw_mean * sigma * (1.0 if up >= down else -1.0)
-            self._open("change", Severity.INFO, side.onset, step, max(up, down), MID_THRESHOLD, size)
+            steps = self.spikes.steps
+            self._open("spike", Severity.WARNING, steps[0], step, float(len(steps)), float(NEEDED), excess)
+        elif total >= MID_THRESHOLD:
+            sign = 1 if change.up >= change.down else -1
+            size = change.mean(sign) * sigma
+            self._open("change", Severity.INFO, change.onset(sign), step, total, MID_THRESHOLD, size)
         else:
-            self.noise.add(x, x, 1.0)
             self.level += sigma * y / FOLLOW
-            if i % REFRESH == 0:
-                self.noise.refresh()
+            self.waiting.append(x)
+            if len(self.waiting) == REFRESH:
+                self._learn_noise()
             return None
         return [self._event(name, self._sentence(name, value))]
 
@@ -131,15 +135,20 @@ class ChannelWatch(PlainState):
 
     def _calibrate(self, i: int, x: float) -> None:
         self.sample.append(x)
-        self.noise.add(x, x, 1.0)
+        self.waiting.append(x)
         if i == CALIBRATION:
-            self.noise.refresh()
+            self._learn_noise()
             # A channel may bend or hold still: half its whole spread is the least scale that is believed.
             ordered = sorted(self.sample)
             spread = 0.7413 * (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4])
             self.noise.sigma = max(self.noise.sigma, LEAST_SHARE_OF_SPREAD * spread)
             self.level = robust_level(self.sample[-100:], self.noise.sigma)
             self.sample = []
+
+    def _learn_noise(self) -> None:
+        if self.waiting:
+            self.noise.add(self.waiting, self.waiting)
+            self.waiting = []
 
     def _open(
         self, criterion: str, severity: Severity, onset: int, step: int, statistic: float, threshold: float, size: float
@@ -163,8 +172,7 @@ class ChannelWatch(PlainState):
             self.__init__()
             self.logarithmic = logarithmic
         self.criterion, self.detected = "", 0
-        self.up.reset()
-        self.down.reset()
+        self.change.reset()
         self.spikes.reset()
         return [event]
 

@@ -37,11 +37,6 @@ class Declared(PlainState):
             self.pending.sort(key=lambda change: int(change[0]))
             self.next_step = int(self.pending[0][0])
 
-    @property
-    def suspended(self) -> bool:
-        """Whether the forecast says nothing of the loss just now: its definition has changed by an unknown shift."""
-        return self.kind == "loss_definition"
-
     def begin(self, step: int, forecast: float, judge: LossJudge) -> list[Event]:
         """Start absorbing the changes that are due at `step`; return the events that this opens and closes."""
         due = [change for change in self.pending if int(change[0]) <= step]

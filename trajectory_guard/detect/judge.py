@@ -4,7 +4,7 @@ import math
 
 from trajectory_guard.detect.events import Event, Severity
 from trajectory_guard.detect.excursion import Excursion, rollback_step
-from trajectory_guard.detect.level import FIRST_SCALE, Alarm, LevelWatch
+from trajectory_guard.detect.level import Alarm, LevelWatch
 from trajectory_guard.detect.noise import NoiseChange, prior_sigma
 from trajectory_guard.detect.notes import OUTLIER_PAUSE, Scene, noise_event, outlier_event, pairing_lost_event
 from trajectory_guard.detect.paired import PairedWatch
@@ -86,10 +86,11 @@ class LossJudge(PlainState):
         """
         residual = loss - forecast
         level, excursion = self.level, self.excursion
-        outlier = self._outlier(residual, forecast, root_weight)
         is_open = excursion.kind != ""
-        last = level.noise.last
-        alarms = level.update(step, loss, residual, gate, promise, root_weight, frozen=is_open and level.calibrated)
+        frozen = is_open and level.calibrated
+        alarms = level.update(step, loss, residual, gate, promise, root_weight, frozen)
+        u = level.u
+        outlier = (u > SIGMAS or u != u) and self._outlier(u, residual, forecast, root_weight)
         lost = False
         if reference == reference:
             paired = self.paired
@@ -98,15 +99,14 @@ class LossJudge(PlainState):
             found, lost = paired.update(step, loss, residual, reference, narrow, root_weight, is_open)
             if found:
                 alarms = found if alarms is None else alarms + found
-        self.course.update(step, loss, forecast)
-        spiking = self.spikes.update(step, outlier)
+        events: list[Event] | None = None
+        if frozen:
+            self.course.add(step, 1, loss, forecast)
+        elif level.observation >= level.due:
+            events = self._learn(step)
         if not (is_open or alarms or outlier or lost or loss <= TOO_GOOD * forecast):
-            if level.calibrated:
-                ratio = self.noise_change.update(abs(residual - last) * root_weight, level.noise.sigma)
-                if ratio is not None:
-                    return [noise_event(step, ratio)]
-            return None
-        events: list[Event] = []
+            return events
+        events = events or []
         scene = Scene(step, loss, forecast, residual, level.sigma)
         if is_open:
             clip = max(3.0 * promise if promise < math.inf else 0.0, 2.0 * LOST * (self.untrained - forecast))
@@ -116,10 +116,9 @@ class LossJudge(PlainState):
             events.append(pairing_lost_event(step, self.paired.pairing.correlation))
         if loss <= TOO_GOOD * forecast:
             self._raise(events, scene, "too_good", Severity.CRITICAL, -1, step, loss / forecast, TOO_GOOD, residual)
-        if spiking:
-            count = float(sum(1 for s in self.spikes.recent if s))
-            onset, size = self.spikes.onset, residual - level.level
-            self._raise(events, scene, "spike", Severity.WARNING, 1, onset, count, float(NEEDED), size)
+        if outlier and self.spikes.add(step, level.observation):
+            steps, size = self.spikes.steps, residual - level.level
+            self._raise(events, scene, "spike", Severity.WARNING, 1, steps[0], float(len(steps)), float(NEEDED), size)
         elif outlier and not is_open and level.observation - self.last_outlier >= OUTLIER_PAUSE:
             self.last_outlier = level.observation
             events.append(outlier_event(scene, level.level))
@@ -129,9 +128,11 @@ class LossJudge(PlainState):
             self._look_for_runaway(events, scene)
         return events
 
-    def skip(self) -> None:
+    def skip(self, step: int) -> list[Event] | None:
         """Note an observation that is not finite: it enters no state but the gap."""
+        events = self._learn(step)
         self.level.skip()
+        return events
 
     def anchor(self, step: int, reason: str, forecast: float, *, keep_noise: bool) -> list[Event]:
         """Begin calibrating anew, where the level is expected to move; return the events that this closes."""
@@ -151,8 +152,7 @@ class LossJudge(PlainState):
             events.append(self._close(step, f"closed: the run went back to step {step}.", forecast))
         self.level.rest()
         self.paired.rest()
-        self.level.baseline.drop_waiting()
-        self.level.skip()
+        self.level.hold()
         self.spikes.reset()
         self.course = Course()
         self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint < step]
@@ -162,16 +162,26 @@ class LossJudge(PlainState):
         """Return the open event as it stands, or None."""
         return self._event("", forecast) if self.excursion.kind else None
 
-    def _outlier(self, residual: float, forecast: float, root_weight: float) -> bool:
+    def _learn(self, step: int) -> list[Event] | None:
+        """Learn from the observations that wait; tell of noise that has changed."""
         level = self.level
-        sigma = level.noise.sigma * level.caution
-        if sigma == sigma and level.observation >= FIRST_SCALE:
-            excess = residual - level.baseline.level
-            return excess * root_weight > SIGMAS * sigma and excess > SHARE * forecast
-        sample = level.sample
-        if len(sample) < 2 or residual <= SHARE * forecast:
+        if level.pending:
+            losses, residuals, _, _ = zip(*level.pending, strict=True)
+            self.course.add(step, len(losses), sum(losses), sum(losses) - sum(residuals))
+        calibrated = level.calibrated
+        differences = level.learn()
+        ratio = self.noise_change.update(differences, level.noise.sigma) if calibrated else None
+        return None if ratio is None else [noise_event(step, ratio)]
+
+    def _outlier(self, u: float, residual: float, forecast: float, root_weight: float) -> bool:
+        """Whether an observation over 5 sigmas, or one before the first scale (`u` NaN), is an outlier."""
+        level = self.level
+        if u == u:
+            return residual - level.level > SHARE * forecast
+        before = level.sample[:-1]
+        if len(before) < 2 or residual <= SHARE * forecast:
             return False
-        excess = residual - sorted(sample)[(len(sample) - 1) // 2]
+        excess = residual - sorted(before)[(len(before) - 1) // 2]
         sigma = PRIOR_FACTOR * prior_sigma(forecast, self.reference_tokens) / root_weight
         return excess > max(SIGMAS * sigma, SHARE * forecast)
 
@@ -231,7 +241,8 @@ class LossJudge(PlainState):
             level = self.paired.level if criterion in PAIRED else self.level
             origin = 0.0 if kind in ("off_forecast", "too_good") else level.level
             excursion.open(kind=kind, sign=sign, onset=onset, step=scene.step, size=size, origin=origin)
-            self.level.baseline.drop_waiting()
+            events.extend(self._learn(scene.step) or ())
+            self.level.hold()
             self.runaway.reset()
         elif sign != excursion.sign or criterion in excursion.criteria:
             # On the other side of an open excursion: the swing back of the same one, which must end first.

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trajectory_guard.detect.baseline import Baseline
+from trajectory_guard.detect.baseline import BLOCK, Baseline
 from trajectory_guard.detect.change import (
     MID_DRIFT,
     MID_THRESHOLD,
@@ -28,8 +28,9 @@ MAD_TO_SIGMA = 1.4826
 """sd / median |value| of a Gaussian: 1 / 0.6745."""
 RELEARN = 64
 """Observations until a noise scale that was forgotten counts as known again: at least two looks at it."""
-REFRESH = 32
-"""Observations between two looks at the scale."""
+ALERT = 0.5 * MID_THRESHOLD
+"""Mid sum from which the certified evidence is looked at with every observation, not once a block: what it can certify
+within a block lifts the mid sum this far first."""
 
 
 @dataclass(slots=True)
@@ -58,29 +59,34 @@ class LevelWatch(PlainState):
 
     Observation i counts from the anchor. Until `CALIBRATION` only the off-forecast tests run (from `FIRST_SCALE` on).
     b, s and the gates used at a step are known before its residual is: the certified bound needs that.
+
+    Every observation is judged at once, and learnt from in blocks: it waits in `pending`, as (loss, residual, weight,
+    clipped excess in nats), until the owner calls `learn`, which it does when `observation` reaches `due`.
     """
 
     __slots__ = (
         "baseline",
         "bend",
+        "calibrated",
         "caution",
         "caution_until",
         "certified_down",
         "certified_up",
+        "due",
         "mean",
-        "mid_down",
-        "mid_up",
+        "mid",
         "noise",
         "observation",
+        "off_active",
         "off_down",
-        "off_onset_down",
-        "off_onset_up",
+        "off_onset",
         "off_up",
+        "pending",
         "rho",
         "sample",
         "sigma",
-        "slow_down",
-        "slow_up",
+        "slow",
+        "slow_limit",
         "statistic",
         "threshold",
         "u",
@@ -90,13 +96,18 @@ class LevelWatch(PlainState):
     def __init__(self) -> None:
         self.noise = NoiseScale()
         self.baseline = Baseline()
-        self.slow_up, self.slow_down = Cusum(), Cusum()
-        self.mid_up, self.mid_down = Cusum(), Cusum()
+        self.slow, self.mid = Cusum(), Cusum()
         self.certified_up, self.certified_down = Evidence(), Evidence()
         self.off_up, self.off_down = Evidence(), Evidence()
-        self.off_onset_up, self.off_onset_down = Cusum(), Cusum()
+        self.off_onset = Cusum()
+        # Whether the off-forecast tests have anything to carry on.
+        self.off_active = False
         self.sample: list[float] = []
+        self.pending: list[tuple[float, float, float, float]] = []
         self.observation = 0
+        self.due = FIRST_SCALE
+        self.calibrated = False
+        self.slow_limit = slow_threshold(CALIBRATION)
         # Share of the gate that the forecast may bend within the time that the baseline takes to follow.
         self.bend = 0.0
         # Factor on the noise scale while it is not certain, and the observation until which it holds.
@@ -109,11 +120,6 @@ class LevelWatch(PlainState):
         self.sigma = math.nan
         self.statistic = math.nan
         self.threshold = math.nan
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether level and scale are known."""
-        return self.observation >= CALIBRATION
 
     def broken_assumptions(self) -> tuple[str, ...]:
         """Say what the bound behind the certified tests assumes and the calibration contradicts."""
@@ -131,23 +137,33 @@ class LevelWatch(PlainState):
 
     def anchor(self, *, keep_noise: bool) -> None:
         """Begin calibrating anew; keep the noise scale where only the level is expected to move."""
+        self.hold()
         self.observation = 0
+        self.due = FIRST_SCALE
+        self.calibrated = False
         self.sample = []
-        self.baseline.drop_waiting()
+        self.u = math.nan
         if not keep_noise:
             self.noise = NoiseScale()
         self.rest()
 
     def rest(self) -> None:
         """Set every statistic to zero: an excursion has ended."""
-        for cusum in (self.slow_up, self.slow_down, self.mid_up, self.mid_down, self.off_onset_up, self.off_onset_down):
+        for cusum in (self.slow, self.mid, self.off_onset):
             cusum.reset()
         for evidence in (self.certified_up, self.certified_down, self.off_up, self.off_down):
             evidence.reset()
+        self.off_active = False
         self.mean = 0.0
+
+    def hold(self) -> None:
+        """Stop learning, and forget what waits to be learnt of the level: it may hold the beginning of a fault."""
+        self.skip()
+        self.baseline.drop_waiting()
 
     def relearn_noise(self, caution: float) -> None:
         """Take the noise from new differences only; until they are enough, its scale counts `caution` times."""
+        self.pending = []
         self.noise.forget()
         self.caution = caution
         self.caution_until = self.observation + RELEARN
@@ -176,121 +192,132 @@ class LevelWatch(PlainState):
         Returns:
             The alarms that hold, or None.
         """
-        noise = self.noise
-        sigma = noise.sigma * self.caution / root_weight
         self.observation = i = self.observation + 1
-        calibrating = i <= CALIBRATION
-        alarms = None
-        if sigma == sigma and (i > FIRST_SCALE or not calibrating):
-            alarms = self._off_forecast(step, residual, promise, sigma)
-            self.u = u = (residual - self.baseline.level) / sigma
-            if not calibrating:
-                found = self._changes(step, i, u, gate / sigma, sigma)
-                alarms = found if alarms is None else alarms + (found or [])
-                if not frozen:
-                    self.baseline.add(self.baseline.level + sigma * (CLIP if u > CLIP else -CLIP if u < -CLIP else u))
-        self.sigma = sigma
+        self.sigma = sigma = self.noise.sigma * self.caution / root_weight
         if i == self.caution_until:
             self.caution = 1.0
+        calibrated = self.calibrated
+        alarms = None
+        learnt = 0.0
+        if calibrated or (i > FIRST_SCALE and sigma == sigma):
+            close = promise - sigma
+            if residual > close or -residual > close or self.off_active:
+                alarms = self._off_forecast(step, residual, promise, sigma)
+            self.u = u = (residual - self.baseline.level) / sigma
+            if calibrated:
+                clipped = CLIP if u > CLIP else -CLIP if u < -CLIP else u
+                learnt = sigma * clipped
+                found = self._changes(step, u, clipped, gate / sigma, sigma)
+                if found:
+                    alarms = alarms + found if alarms else found
         if not frozen:
-            noise.add(residual, loss, root_weight)
-            if calibrating:
-                self._calibrate(i, residual)
-            elif i % REFRESH == 0:
-                noise.refresh()
-        return alarms or None
+            self.pending.append((loss, residual, root_weight, learnt))
+            if not calibrated:
+                self.sample.append(residual)
+        return alarms
+
+    def learn(self) -> list[float]:
+        """Learn from what waits: the noise scale, the level; return the absolute differences of the residuals, nats."""
+        pending, self.pending = self.pending, []
+        noise, i = self.noise, self.observation
+        self.due = i + BLOCK if self.calibrated else min(i + BLOCK, CALIBRATION)
+        if not pending:
+            return []
+        losses, residuals, root_weights, clipped = zip(*pending, strict=True)
+        differences = noise.add(residuals, losses, root_weights)
+        if self.calibrated:
+            self.baseline.add(self.baseline.level * len(pending) + math.fsum(clipped), len(pending))
+            self.slow_limit = slow_threshold(i)
+        else:
+            self.baseline.level = sorted(self.sample)[len(self.sample) // 2]
+            if i >= CALIBRATION:
+                self._calibrate()
+        return differences
 
     def skip(self) -> None:
         """Note an observation that no test can use."""
+        self.learn()
         self.noise.skip()
 
-    def _calibrate(self, i: int, residual: float) -> None:
-        sample = self.sample
-        sample.append(residual)
-        if i == FIRST_SCALE or i % REFRESH == 0:
-            self.noise.refresh()
-            self.baseline.level = sorted(sample)[len(sample) // 2]
-        if i == CALIBRATION:
-            # The correlation is judged at the white scale; the final scale follows from it.
-            noise = self.noise
-            noise.lrv = 1.0
-            noise.refresh()
-            self.baseline.calibrate(sample, noise.sigma)
-            b = self.baseline.level
-            # Of strongly correlated noise the differences are far smaller than the values: clip at the values' scale.
-            spread = max(noise.sigma, MAD_TO_SIGMA * sorted(abs(r - b) for r in sample)[len(sample) // 2])
-            self.rho = autocorrelation([min(CLIP, max(-CLIP, (r - b) / spread)) for r in sample])
-            noise.lrv = long_run_factor(self.rho)
-            noise.refresh()
-            self.variance = sum((r - b) ** 2 for r in sample) / len(sample) / noise.sigma**2
-            self.sample = []
+    def _calibrate(self) -> None:
+        noise, sample = self.noise, self.sample
+        if noise.sigma != noise.sigma:
+            # Too few neighbours among them for a scale: begin anew.
+            self.anchor(keep_noise=True)
+            return
+        # The correlation is judged at the white scale; the final scale follows from it.
+        noise.lrv = 1.0
+        noise.refresh()
+        self.baseline.calibrate(sample, noise.sigma)
+        b = self.baseline.level
+        # Of strongly correlated noise the differences are far smaller than the values: clip at the values' scale.
+        spread = max(noise.sigma, MAD_TO_SIGMA * sorted(abs(r - b) for r in sample)[len(sample) // 2])
+        self.rho = autocorrelation([min(CLIP, max(-CLIP, (r - b) / spread)) for r in sample])
+        noise.lrv = long_run_factor(self.rho)
+        noise.refresh()
+        self.variance = sum((r - b) ** 2 for r in sample) / len(sample) / noise.sigma**2
+        self.sample = []
+        self.calibrated = True
+        self.due = self.observation + BLOCK
+        self.slow_limit = slow_threshold(self.observation)
 
     def _off_forecast(self, step: int, residual: float, promise: float, sigma: float) -> list[Alarm] | None:
         above, below = (residual - promise) / sigma, (-residual - promise) / sigma
-        if above < -1.0 and below < -1.0 and not (self.off_up.statistic or self.off_down.statistic):
-            # Well inside, and no evidence to carry: what `Evidence.update` would do to both sides.
-            if self.off_onset_up.seen or self.off_onset_down.seen:
-                self.off_onset_up.update(step, max(above, -4.0), residual, 0.0, 1e3)
-                self.off_onset_down.update(step, max(below, -4.0), -residual, 0.0, 1e3)
-            return None
-        alarms = None
-        for sign, z, evidence, onset in (
-            (1, above, self.off_up, self.off_onset_up),
-            (-1, below, self.off_down, self.off_onset_down),
-        ):
-            statistic = evidence.update(z)
-            if z > 0.0 or onset.seen:
-                onset.update(step, 4.0 if z > 4.0 else -4.0 if z < -4.0 else z, sign * residual, 0.0, 1e3)
-            if statistic >= ALARM:
-                alarm = Alarm("off_forecast", sign, onset.onset, statistic, ALARM, sign * onset.raw_mean)
-                alarms = [alarm] if alarms is None else [*alarms, alarm]
-        return alarms
+        onset = self.off_onset
+        rise = 4.0 if above > 4.0 else -4.0 if above < -4.0 else above
+        fall = 4.0 if below > 4.0 else -4.0 if below < -4.0 else below
+        onset.update(step, rise, fall, residual)
+        onset.cap(1e3)
+        alarms = []
+        for sign, evidence, z in ((1, self.off_up, above), (-1, self.off_down, below)):
+            if evidence.update(z) >= ALARM:
+                alarms.append(
+                    Alarm("off_forecast", sign, onset.onset(sign), evidence.statistic, ALARM, onset.mean(sign))
+                )
+        self.off_active = (onset.up or onset.down or self.off_up.statistic or self.off_down.statistic) > 0.0
+        return alarms or None
 
-    def _changes(self, step: int, i: int, u: float, gate: float, sigma: float) -> list[Alarm] | None:
-        y = CLIP if u > CLIP else -CLIP if u < -CLIP else u
-        self.mean = mean = self.mean + (y - self.mean) / SMOOTHING
-        slow_limit = slow_threshold(i)
+    def _changes(self, step: int, u: float, y: float, gate: float, sigma: float) -> list[Alarm] | None:
+        self.mean += (y - self.mean) / SMOOTHING
         bend = self.bend * gate
-        drift = (gate if gate > MID_DRIFT else MID_DRIFT) + 0.5 * bend
         slow_drift = SLOW_DRIFT + bend
-        slow_up = slow_down = mid_up = mid_down = 0.0
-        # A sum at zero stays there unless this observation lifts it.
-        if y > slow_drift or self.slow_up.seen:
-            slow_up = self.slow_up.update(step, y, u, slow_drift, 2.0 * slow_limit)
-        if -y > slow_drift or self.slow_down.seen:
-            slow_down = self.slow_down.update(step, -y, -u, slow_drift, 2.0 * slow_limit)
-        if y > drift or self.mid_up.seen:
-            mid_up = self.mid_up.update(step, y, u, drift, 2.0 * MID_THRESHOLD)
-        if -y > drift or self.mid_down.seen:
-            mid_down = self.mid_down.update(step, -y, -u, drift, 2.0 * MID_THRESHOLD)
-        certified_up = self.certified_up.update(u - gate)
-        certified_down = self.certified_down.update(-u - gate)
+        mid_drift = (gate if gate > MID_DRIFT else MID_DRIFT) + 0.5 * bend
+        slow_limit = self.slow_limit
+        slow = self.slow.update(step, y - slow_drift, -y - slow_drift, u)
+        mid = self.mid.update(step, y - mid_drift, -y - mid_drift, u)
+        up, down = self.certified_up, self.certified_down
+        up.pending.append(u - gate)
+        down.pending.append(-u - gate)
+        if mid > ALERT or len(up.pending) == BLOCK:
+            up.settle()
+            down.settle()
 
-        slow = slow_up if slow_up > slow_down else slow_down
-        mid = mid_up if mid_up > mid_down else mid_down
         if mid / MID_THRESHOLD > slow / slow_limit:
             self.statistic, self.threshold = mid, MID_THRESHOLD
         else:
             self.statistic, self.threshold = slow, slow_limit
-
-        if slow < slow_limit and mid < MID_THRESHOLD and certified_up < ALARM and certified_down < ALARM:
+        if slow < slow_limit and mid < MID_THRESHOLD and up.statistic < ALARM and down.statistic < ALARM:
             return None
+        return self._alarms(step, gate, slow_drift, sigma)
+
+    def _alarms(self, step: int, gate: float, slow_drift: float, sigma: float) -> list[Alarm] | None:
+        """Return the change alarms that hold, some statistic being over its limit; `gate` in sigmas."""
+        slow, mid, limit = self.slow, self.mid, self.slow_limit
+        slow.cap(2.0 * limit)
+        mid.cap(2.0 * MID_THRESHOLD)
         alarms = []
-        for sign, cusum, evidence in (
-            (1, self.mid_up, certified_up),
-            (-1, self.mid_down, certified_down),
-        ):
-            slow_cusum = self.slow_up if sign > 0 else self.slow_down
-            if cusum.total >= MID_THRESHOLD:
-                alarms.append(
-                    Alarm("mid", sign, cusum.onset, cusum.total, MID_THRESHOLD, sign * cusum.raw_mean * sigma)
-                )
-            if slow_cusum.total >= slow_limit and (sign * mean >= gate or slow_cusum.mean >= gate):
-                size = sign * slow_cusum.raw_mean * sigma
-                alarms.append(Alarm("slow", sign, slow_cusum.onset, slow_cusum.total, slow_limit, size))
-            if evidence >= ALARM:
-                best = cusum if cusum.seen else slow_cusum
-                alarms.append(
-                    Alarm("certified", sign, best.onset or step, evidence, ALARM, sign * best.raw_mean * sigma)
-                )
+        for sign, evidence in ((1, self.certified_up), (-1, self.certified_down)):
+            if mid.total(sign) >= MID_THRESHOLD:
+                size = mid.mean(sign) * sigma
+                alarms.append(Alarm("mid", sign, mid.onset(sign), mid.total(sign), MID_THRESHOLD, size))
+            if slow.total(sign) >= limit:
+                # The sum holds what the clipped residuals have over the drift.
+                excess = slow.total(sign) / slow.count(sign) + slow_drift
+                if sign * self.mean >= gate or excess >= gate:
+                    size = slow.mean(sign) * sigma
+                    alarms.append(Alarm("slow", sign, slow.onset(sign), slow.total(sign), limit, size))
+            if evidence.statistic >= ALARM:
+                best = mid if mid.total(sign) else slow
+                size, onset = best.mean(sign) * sigma, best.onset(sign) if best.total(sign) else step
+                alarms.append(Alarm("certified", sign, onset, evidence.statistic, ALARM, size))
         return alarms or None

@@ -1,7 +1,9 @@
 """The noise of one observation: its scale from differences, its correlation, its quantum, and changes of it."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
+from operator import mul, sub
 
 from trajectory_guard.detect.state import PlainState
 
@@ -73,10 +75,11 @@ def autocorrelation(values: list[float]) -> float:
 class NoiseScale(PlainState):
     """Scale of the noise from the median absolute difference of neighbours: blind to any level error.
 
-    sigma = max(1e-4, quantum / 2, lrv x 1.0484 x median |r_j - r_(j-1)| over the last 512).
+    sigma = max(1e-4, quantum / 2, lrv x 1.0484 x median |r_j - r_(j-1)| over the last 512), taken anew when an eighth
+    of them is new.
     """
 
-    __slots__ = ("differences", "last", "last_loss", "lrv", "position", "quantum", "sigma")
+    __slots__ = ("differences", "fresh", "last", "last_loss", "lrv", "quantum", "sigma")
 
     def __init__(self) -> None:
         self.sigma = math.nan
@@ -85,34 +88,36 @@ class NoiseScale(PlainState):
         self.last = math.nan
         self.last_loss = math.nan
         self.differences: list[float] = []
-        self.position = 0
+        # Differences since sigma was last taken.
+        self.fresh = 0
 
-    def add(self, residual: float, loss: float, root_weight: float) -> float:
-        """Take one finite residual; return its absolute difference from the one before, at weight 1 (NaN at first).
+    def add(
+        self, residuals: Sequence[float], losses: Sequence[float], root_weights: Sequence[float] | None = None
+    ) -> list[float]:
+        """Take finite residuals of neighbours, and sigma anew when it is time; return their |differences| at weight 1.
 
         Args:
-            residual: loss - forecast, nats.
-            loss: the loss itself; its smallest step is the quantum that it was logged with.
-            root_weight: sqrt(tokens averaged / reference tokens).
+            residuals: loss - forecast, nats.
+            losses: the losses themselves; their smallest step is the quantum that they were logged with.
+            root_weights: sqrt(tokens averaged / reference tokens) of each; all 1 by default.
         """
-        difference = abs(residual - self.last) * root_weight
-        step = abs(loss - self.last_loss)
-        self.last = residual
-        self.last_loss = loss
-        if difference != difference:
-            return difference
-        if step > 0.0 and (step < self.quantum or self.quantum == 0.0):
-            self.quantum = step
-        differences = self.differences
-        if len(differences) < WINDOW:
-            differences.append(difference)
-        else:
-            differences[self.position] = difference
-            self.position = (self.position + 1) % WINDOW
-        return difference
+        fresh = list(map(abs, map(sub, residuals, (self.last, *residuals))))
+        if root_weights is not None:
+            fresh = list(map(mul, fresh, root_weights))
+        first = 1 if self.last != self.last else 0
+        steps = set(map(abs, map(sub, losses[first:], (self.last_loss, *losses)[first:]))) - {0.0}
+        self.quantum = min(steps | {self.quantum} if self.quantum else steps, default=0.0)
+        self.last, self.last_loss = residuals[-1], losses[-1]
+        fresh = fresh[first:]
+        self.differences = [*self.differences, *fresh][-WINDOW:]
+        self.fresh += len(fresh)
+        if 8 * self.fresh >= len(self.differences):
+            self.refresh()
+        return fresh
 
     def refresh(self) -> None:
         """Take the scale anew from the window; nothing happens while it holds fewer than 16 differences."""
+        self.fresh = 0
         if len(self.differences) >= FEWEST:
             median = sorted(self.differences)[len(self.differences) // 2]
             self.sigma = max(FLOOR_NATS, 0.5 * self.quantum, self.lrv * DIFFERENCE_TO_SIGMA * median)
@@ -120,17 +125,19 @@ class NoiseScale(PlainState):
     def forget(self) -> None:
         """Drop the window and keep sigma, where the noise is about to change."""
         self.differences = []
-        self.position = 0
-        self.last = math.nan
         self.quantum = 0.0
+        self.skip()
 
     def skip(self) -> None:
         """Note a gap: the next observation has no neighbour."""
-        self.last = math.nan
+        self.last = self.last_loss = math.nan
 
 
 class NoiseChange(PlainState):
-    """Noise that grew or shrank: fast / slow mean of clipped |difference| outside [0.67, 1.5] for 200 observations."""
+    """Noise that grew or shrank: fast / slow mean of clipped |difference| outside [0.67, 1.5] for 200 observations.
+
+    The means forget exponentially, over 100 and 2000 observations.
+    """
 
     __slots__ = ("fast", "outside", "seen", "slow")
 
@@ -143,21 +150,24 @@ class NoiseChange(PlainState):
         self.seen = 0
         self.outside = 0
 
-    def update(self, difference: float, sigma: float) -> float | None:
-        """Take one absolute difference; return the ratio when the noise has changed, else None."""
-        if difference != difference:
+    def update(self, differences: Sequence[float], sigma: float) -> float | None:
+        """Take the absolute differences of some tens of observations; return the ratio when it has changed, or None."""
+        count = len(differences)
+        if not count:
             return None
-        value = 6.0 * sigma if difference > 6.0 * sigma else difference
-        self.seen = seen = self.seen + 1
-        self.fast += (value - self.fast) / (seen if seen < 100 else 100)
-        self.slow += (value - self.slow) / (seen if seen < 2000 else 2000)
-        if seen < 400 or self.slow <= 0.0:
+        limit = 6.0 * sigma
+        value = sum(limit if difference > limit else difference for difference in differences) / count
+        self.seen += count
+        share = count / self.seen
+        self.fast += (value - self.fast) * max(share, 1.0 - 0.99**count)
+        self.slow += (value - self.slow) * max(share, 1.0 - 0.9995**count)
+        if self.seen < 400 or self.slow <= 0.0:
             return None
         ratio = self.fast / self.slow
         if self.LOW <= ratio <= self.HIGH:
             self.outside = 0
             return None
-        self.outside += 1
+        self.outside += count
         if self.outside < self.PATIENCE:
             return None
         self.outside = 0

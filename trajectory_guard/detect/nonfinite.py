@@ -23,21 +23,18 @@ class NonFiniteWatch(PlainState):
     A scaler probes its limit and skips the step when it overflows, so a lone non-finite loss is normal there.
     """
 
-    __slots__ = ("calm", "detected", "loss_scaler", "onset", "rate", "run", "severity")
+    __slots__ = ("busy", "calm", "detected", "loss_scaler", "onset", "rate", "run", "severity")
 
     def __init__(self, *, loss_scaler: bool = False) -> None:
         self.loss_scaler = loss_scaler
+        # Whether a finite loss is news: one that is not was seen lately.
+        self.busy = False
         self.run = 0
         self.rate = 0.0
         self.calm = 0
         self.onset = 0
         self.detected = 0
         self.severity = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a finite loss is news: one that is not was seen lately."""
-        return self.rate > 0.0 or self.detected > 0
 
     def update(self, step: int, loss: float, checkpoints: Sequence[int] = ()) -> list[Event] | None:
         """Take one observation; return the events that changed.
@@ -57,7 +54,10 @@ class NonFiniteWatch(PlainState):
                     event = self._event(step, f"{CALM} finite losses in a row: over.", checkpoints, closed=step)
                     self.detected = 0
                     return [event]
+            else:
+                self.busy = self.rate > 0.0
             return None
+        self.busy = True
         self.run += 1
         self.rate += (1.0 - self.rate) / 200.0
         self.calm = 0

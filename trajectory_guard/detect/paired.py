@@ -87,12 +87,12 @@ class PairedWatch(PlainState):
     `residual` and `used` tell of the latest observation: its paired residual, and whether there was one.
     """
 
-    __slots__ = ("before", "fast_down", "fast_up", "level", "pairing", "raw", "residual", "rough", "smooth", "used")
+    __slots__ = ("before", "fast", "level", "pairing", "raw", "residual", "rough", "smooth", "used")
 
     def __init__(self) -> None:
         self.pairing = Pairing()
         self.level = LevelWatch()
-        self.fast_up, self.fast_down = Cusum(), Cusum()
+        self.fast = Cusum()
         self.residual = 0.0
         self.used = False
         # Of the latest observation: raw and paired residual; running means of their absolute differences.
@@ -104,8 +104,7 @@ class PairedWatch(PlainState):
     def rest(self) -> None:
         """Set every statistic to zero: an excursion has ended."""
         self.level.rest()
-        self.fast_up.reset()
-        self.fast_down.reset()
+        self.fast.reset()
 
     def anchor(self) -> None:
         """Begin calibrating anew."""
@@ -140,6 +139,8 @@ class PairedWatch(PlainState):
             return None, True
         level = self.level
         alarms = level.update(step, loss, paired, gate, math.inf, root_weight, frozen and level.calibrated) or []
+        if level.observation >= level.due:
+            level.learn()
         for alarm in alarms:
             alarm.criterion = "certified_paired" if alarm.criterion == "certified" else "paired"
         if level.observation > CALIBRATION:
@@ -148,11 +149,12 @@ class PairedWatch(PlainState):
             # Above the gate as far as below it: a reference that fits very well must not be the slower for it.
             limit = max(FAST_CLIP, drift + FAST_CLIP - FAST_DRIFT)
             clipped = min(limit, max(-limit, u))
-            for sign, cusum in ((1, self.fast_up), (-1, self.fast_down)):
-                total = cusum.update(step, sign * clipped, sign * u, drift, 2.0 * FAST_THRESHOLD)
-                if total >= FAST_THRESHOLD:
-                    size = sign * cusum.raw_mean * level.sigma
-                    alarms.append(Alarm("paired", sign, cusum.onset, total, FAST_THRESHOLD, size))
+            fast = self.fast
+            if fast.update(step, clipped - drift, -clipped - drift, u) >= FAST_THRESHOLD:
+                fast.cap(2.0 * FAST_THRESHOLD)
+                sign = 1 if fast.up > fast.down else -1
+                size = fast.mean(sign) * level.sigma
+                alarms.append(Alarm("paired", sign, fast.onset(sign), fast.total(sign), FAST_THRESHOLD, size))
         if was_active and not self.pairing.active:
             self.anchor()
             return None, True

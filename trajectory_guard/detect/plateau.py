@@ -31,15 +31,15 @@ class Course(PlainState):
         self.forecast = 0.0
         self.count = 0
 
-    def update(self, step: int, loss: float, forecast: float) -> None:
-        """Take one finite observation."""
+    def add(self, step: int, count: int, loss: float, forecast: float) -> None:
+        """Take `count` observations up to `step`, at most a block, by the sums of loss and forecast."""
         self.loss += loss
         self.forecast += forecast
-        self.count += 1
-        if self.count == BLOCK:
+        self.count += count
+        if self.count >= BLOCK:
             self.steps.append(step)
-            self.losses.append(self.loss / BLOCK)
-            self.forecasts.append(self.forecast / BLOCK)
+            self.losses.append(self.loss / self.count)
+            self.forecasts.append(self.forecast / self.count)
             self.loss = self.forecast = 0.0
             self.count = 0
             if len(self.steps) > KEPT:

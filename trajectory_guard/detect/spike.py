@@ -11,26 +11,22 @@ WINDOW, NEEDED = 5, 3
 
 
 class Spikes(PlainState):
-    """Steps of the outliers among the last five observations."""
+    """Outliers among the last five observations: the steps and the running numbers of their observations."""
 
-    __slots__ = ("recent",)
+    __slots__ = ("observations", "steps")
 
     def __init__(self) -> None:
-        self.recent: list[int] = []
-
-    def update(self, step: int, outlier: bool) -> bool:
-        """Take one observation; return whether three of the last five are outliers."""
-        recent = self.recent
-        recent.append(step if outlier else 0)
-        if len(recent) > WINDOW:
-            del recent[0]
-        return outlier and sum(1 for s in recent if s) >= NEEDED
-
-    @property
-    def onset(self) -> int:
-        """First outlier among the last five observations."""
-        return next(s for s in self.recent if s)
+        self.reset()
 
     def reset(self) -> None:
-        """Forget the last observations."""
-        self.recent = []
+        """Forget the outliers."""
+        self.steps: list[int] = []
+        self.observations: list[int] = []
+
+    def add(self, step: int, observation: int) -> bool:
+        """Take one outlier, the `observation`-th of all; return whether three of the last five are outliers."""
+        self.steps.append(step)
+        self.observations.append(observation)
+        while self.observations[0] <= observation - WINDOW:
+            del self.observations[0], self.steps[0]
+        return len(self.steps) >= NEEDED

@@ -31,7 +31,7 @@ class PlainState:
             if isinstance(value, PlainState):
                 value = value.state()
             elif isinstance(value, list):
-                value = [list(item) if isinstance(item, list) else item for item in value]
+                value = [list(item) if isinstance(item, (list, tuple)) else item for item in value]
             elif isinstance(value, dict):
                 value = dict(value)
             elif isinstance(value, float) and value != value:
