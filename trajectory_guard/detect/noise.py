@@ -101,15 +101,16 @@ class NoiseScale(PlainState):
             losses: the losses themselves; their smallest step is the quantum that they were logged with.
             root_weights: sqrt(tokens averaged / reference tokens) of each; all 1 by default.
         """
-        fresh = list(map(abs, map(sub, residuals, (self.last, *residuals))))
-        if root_weights is not None:
-            fresh = list(map(mul, fresh, root_weights))
+        # Without a neighbour before it, the first has no difference.
         first = 1 if self.last != self.last else 0
-        steps = set(map(abs, map(sub, losses[first:], (self.last_loss, *losses)[first:]))) - {0.0}
-        self.quantum = min(steps | {self.quantum} if self.quantum else steps, default=0.0)
+        fresh = list(map(abs, map(sub, residuals[first:], (self.last, *residuals)[first:])))
+        if root_weights is not None:
+            fresh = list(map(mul, fresh, root_weights[first:]))
+        steps = map(abs, map(sub, losses[first:], (self.last_loss, *losses)[first:]))
+        self.quantum = min(filter(None, (self.quantum, *steps)), default=0.0)
         self.last, self.last_loss = residuals[-1], losses[-1]
-        fresh = fresh[first:]
-        self.differences = [*self.differences, *fresh][-WINDOW:]
+        self.differences += fresh
+        del self.differences[:-WINDOW]
         self.fresh += len(fresh)
         if 8 * self.fresh >= len(self.differences):
             self.refresh()
