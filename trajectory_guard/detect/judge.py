@@ -111,7 +111,7 @@ class LossJudge(PlainState):
         if is_open:
             clip = max(3.0 * promise if promise < math.inf else 0.0, 2.0 * LOST * (self.untrained - forecast))
             if self._update_excursion(step, residual, gate, promise, clip):
-                return [self._close(step, recovery_sentence(excursion, forecast, level.sigma), forecast)]
+                return [*events, self._close(step, recovery_sentence(excursion, forecast, level.sigma), forecast)]
         if lost:
             events.append(pairing_lost_event(step, self.paired.pairing.correlation))
         if loss <= TOO_GOOD * forecast:
@@ -153,6 +153,7 @@ class LossJudge(PlainState):
         self.level.rest()
         self.paired.rest()
         self.level.hold()
+        self.paired.level.hold()
         self.spikes.reset()
         self.course = Course()
         self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint < step]
@@ -243,6 +244,7 @@ class LossJudge(PlainState):
             excursion.open(kind=kind, sign=sign, onset=onset, step=scene.step, size=size, origin=origin)
             events.extend(self._learn(scene.step) or ())
             self.level.hold()
+            self.paired.level.hold()
             self.runaway.reset()
         elif sign != excursion.sign or criterion in excursion.criteria:
             # On the other side of an open excursion: the swing back of the same one, which must end first.
