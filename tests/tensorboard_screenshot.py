@@ -50,7 +50,8 @@ def write_demo(folder: Path) -> None:
         for step in range(1, 2001):
             expected = 1.2 + 1.1 * max(step / 2000, 0.01) ** -0.2
             shift = 1.0 if step < 1400 else 1.05
-            guard.observe(step, expected * shift * math.exp(noise.gauss(0.0, 0.012)))
+            loss = expected * shift * math.exp(noise.gauss(0.0, 0.012))
+            guard.observe(step, loss, channels={"grad_norm": 0.3 * math.exp(noise.gauss(0.0, 0.2))})
 
 
 def screenshot(logdir: Path, picture: Path, *, browser: str, tab: str = "custom_scalars", wait_s: float = 90.0) -> None:

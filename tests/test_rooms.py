@@ -19,18 +19,21 @@ ROOMS = (
     ("laws.",),
     ("fit",),
     # What watches, knowing forecasts and not fits.
-    ("actions", "paired", "expectation", "course", "sinks."),
+    ("actions", "paired", "expectation", "course"),
+    ("standing",),
+    ("sinks.",),
     ("journal", "watcher"),
     ("guard",),
-    ("intake",),
-    ("adapt",),
-    ("integrations.",),
     # What shows and what people call.
     ("picture", "fit_picture"),
     ("commands", "replay"),
     ("report_figures", "report_page"),
     ("report", "add_tensorboard", "watch"),
     ("__main__",),
+    # What knows torch.
+    ("intake",),
+    ("adapt",),
+    ("integrations.",),
 )
 """Rooms from left to right; a name that ends in a dot is a folder. `kernels/` stands on the errors alone."""
 

@@ -55,7 +55,7 @@ def test_the_guards_cards_and_forecast_stand_in_a_sub_run(source, run, capsys):
     assert {name: (run / name).read_bytes() for name in before} == before
     assert {path.name for path in run.iterdir()} == {*before, "guard"}
     tags = tags_of(run / "guard")
-    assert {"guard/loss", "guard/lower", "guard/upper", "guard/residual_percent", "guard/flag"} <= set(tags)
+    assert {"guard/loss", "guard_bands/lower", "guard_bands/upper", "guard/residual_percent", "guard/flag"} <= set(tags)
     assert tags["guard/flag"].max() == 1.0 and len(tags["guard/loss"]) >= STEPS
     assert np.nanmedian(tags["guard/residual_percent"][1000:]) > 10
     for curve in ("forecast", "forecast_lower", "forecast_upper"):

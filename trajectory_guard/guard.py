@@ -15,6 +15,7 @@ from trajectory_guard.observation import loss_value, step_value, tokens_value
 from trajectory_guard.paired import PairedReference
 from trajectory_guard.planned import ChangeKind, PlannedChange
 from trajectory_guard.sinks.base import Sink
+from trajectory_guard.standing import Standing
 from trajectory_guard.watcher import Watcher
 
 __all__ = ["TrajectoryGuard"]
@@ -147,11 +148,12 @@ class TrajectoryGuard:
         if step < self._watcher.last_step:
             self._next_log = step
         verdict = self._watcher.observe(step, loss, tokens, channels)
-        if verdict.events or step >= self._next_log:
+        if verdict.events or step >= self._next_log or self._journal.every_step:
             log = step >= self._next_log
             if log:
                 self._next_log = (step // self.log_every_n_steps + 1) * self.log_every_n_steps
-            error = self._journal.write(verdict, log=log)
+            standing = Standing(self.forecast, self._watcher.course, step, channels)
+            error = self._journal.write(verdict, standing, log=log)
             if error:
                 raise error
         return verdict

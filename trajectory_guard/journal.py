@@ -8,6 +8,7 @@ from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import DivergenceError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.sinks.base import FusedSink, Sink
+from trajectory_guard.standing import Standing
 
 __all__ = ["Journal"]
 
@@ -21,6 +22,8 @@ class Journal:
     def __init__(self, sinks: Sequence[Sink], actions: Actions) -> None:
         self.sinks = [FusedSink(sink) for sink in sinks]
         self.actions = actions
+        self.every_step = any(sink.every_step for sink in self.sinks)
+        """Whether a sink takes every verdict."""
         self._events: dict[tuple[str, int], Event] = {}
 
     @property
@@ -33,15 +36,16 @@ class Journal:
         for sink in self.sinks:
             sink.start(forecast, resumed_step=resumed_step)
             if resumed_step is not None:
-                sink.reopen([event for event in self._events.values() if event.state == "open"])
+                sink.reopen(self.events)
 
-    def write(self, verdict: Verdict, *, log: bool) -> DivergenceError | None:
+    def write(self, verdict: Verdict, standing: Standing, *, log: bool) -> DivergenceError | None:
         """Take a verdict: its events to memory and sinks, itself to the sinks if `log` or if it has events."""
         fresh = [event for event in verdict.events if self._keep(event)]
         for sink in self.sinks:
             for event in verdict.events:
                 sink.event(event, step=verdict.step)
-            if log or verdict.events:
+            if log or verdict.events or sink.every_step:
+                sink.standing(standing)
                 sink.verdict(verdict)
         if any(event.severity >= Severity.WARNING for event in fresh):
             self.flush()

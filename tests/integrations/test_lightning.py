@@ -292,7 +292,7 @@ def test_every_logger_gets_the_guards_scalars_at_their_own_steps(tmp_path: Path)
     events = EventAccumulator(tensorboard.log_dir, size_guidance={"scalars": 0}).Reload()
     steps = [p.step for p in events.Scalars("guard/loss")]
     assert {10, 20, 30, 40} <= set(steps)
-    assert [p.step for p in events.Scalars("guard/upper")] == steps
+    assert [p.step for p in events.Scalars("guard_bands/upper")] == steps
     by_step = {v.step: v.loss for v in watch.verdicts}
     assert [p.value for p in events.Scalars("guard/loss")] == pytest.approx([by_step[s] for s in steps])
     assert (Path(tensorboard.log_dir) / "forecast_upper").is_dir()

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from trajectory_guard.detect.events import Event, Verdict
 from trajectory_guard.forecast import Forecast
+from trajectory_guard.standing import Standing
 
 __all__ = ["FusedSink", "Sink"]
 
@@ -20,7 +21,9 @@ SLOW_CALL_S = 10.0
 class Sink(Protocol):
     """Where a guard writes. Every method may be slow or fail; the guard survives both.
 
-    A sink that must know which events are open may have `reopen(events)` too: it is called after `start` at a resume.
+    A sink may have more: `reopen(events)`, called after `start` at a resume with the events kept so far;
+    `standing(standing)`, called before `verdict` with what is known beside it; and an attribute `every_step`, true
+    when it takes every verdict and not only those due for logging.
     """
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
@@ -60,9 +63,19 @@ class FusedSink:
         self._call("start", forecast, resumed_step=resumed_step)
 
     def reopen(self, events: Sequence[Event]) -> None:
-        """Tell a sink that has a `reopen` which events are open at a resume: they are not news."""
+        """Tell a sink that has a `reopen` which events are known at a resume: they are not news."""
         if hasattr(self.sink, "reopen"):
             self._call("reopen", events)
+
+    @property
+    def every_step(self) -> bool:
+        """Whether the sink takes every verdict."""
+        return bool(getattr(self.sink, "every_step", False))
+
+    def standing(self, standing: Standing) -> None:
+        """Tell a sink that has a `standing` how the run stands at the verdict that follows."""
+        if hasattr(self.sink, "standing"):
+            self._call("standing", standing)
 
     def verdict(self, verdict: Verdict) -> None:
         """See `Sink.verdict`."""

@@ -6,6 +6,7 @@ from typing import TextIO
 
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.forecast import Forecast
+from trajectory_guard.sinks.scalars import shown_level
 
 __all__ = ["ConsoleSink", "event_line", "rollback_words", "verdict_line"]
 
@@ -25,7 +26,7 @@ class ConsoleSink:
         """Say what is watched, from which step on there is a forecast, and how the run should end."""
         plan = forecast.plan
         self._total_steps = plan.total_steps
-        level = min(max(0.95, forecast.levels[0]), forecast.levels[-1])
+        level = shown_level(forecast)
         lower, upper = forecast.interval(plan.total_steps, level=level)
         resumed = "" if resumed_step is None else f"; resumed after step {resumed_step:,}"
         self._print(

@@ -8,6 +8,7 @@ from trajectory_guard.forecast import Forecast
 from trajectory_guard.sinks.base import Sink
 from trajectory_guard.sinks.scalars import FlagState, check_name, verdict_scalars
 from trajectory_guard.sinks.tensorboard import TensorBoardSink
+from trajectory_guard.standing import Standing
 
 __all__ = ["LoggerSink", "logger_sinks"]
 
@@ -34,6 +35,7 @@ class LoggerSink:
         self.logger = logger
         self.name = check_name(name)
         self._flags = FlagState()
+        self._standing: Standing | None = None
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """Log the forecast of the final loss."""
@@ -41,12 +43,16 @@ class LoggerSink:
         self.logger.log_metrics({f"{self.name}/final_forecast": forecast.loss(last)}, step=(resumed_step or 0) + 1)
 
     def reopen(self, events: Sequence[Event]) -> None:
-        """Take the events that are open at a resume, for the flag."""
+        """Take the events that are known at a resume, for the flag."""
         self._flags.reopen(events)
+
+    def standing(self, standing: Standing) -> None:
+        """Keep how the run stands, for the verdict that follows."""
+        self._standing = standing
 
     def verdict(self, verdict: Verdict) -> None:
         """Log every scalar of the verdict in one call."""
-        scalars = verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name)
+        scalars = verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name, standing=self._standing)
         self.logger.log_metrics(scalars, step=verdict.step)
 
     def event(self, event: Event, *, step: int) -> None:
@@ -63,11 +69,15 @@ class LoggerSink:
 
 
 def logger_sinks(loggers: Iterable[Any], *, name: str = "guard") -> list[Sink]:
-    """Return one sink per logger of a framework: the full TensorBoard sink where it has a `SummaryWriter`."""
-    sinks: list[Sink] = []
-    for logger in loggers:
-        if type(logger).__name__ == "TensorBoardLogger":
-            sinks.append(TensorBoardSink(logger.experiment, name=name))
-        else:
-            sinks.append(LoggerSink(logger, name=name))
-    return sinks
+    """Return one sink per logger of a framework: the full TensorBoard sink where it has torch's `SummaryWriter`."""
+    return [
+        TensorBoardSink(logger.experiment, name=name) if _writes_with_torch(logger) else LoggerSink(logger, name=name)
+        for logger in loggers
+    ]
+
+
+def _writes_with_torch(logger: Any) -> bool:
+    if type(logger).__name__ != "TensorBoardLogger":
+        return False
+    # The same logger may write through tensorboardX, which is another class.
+    return type(logger.experiment).__module__.startswith("torch.utils.tensorboard")

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import TrajectoryGuardError
+from trajectory_guard.forecast import Forecast
+from trajectory_guard.standing import Standing
 
-__all__ = ["FlagState", "check_name", "verdict_scalars"]
+__all__ = ["FlagState", "check_name", "shown_level", "verdict_scalars"]
+
+
+def shown_level(forecast: Forecast) -> float:
+    """Return the level of the intervals that are shown: 95 % where the forecast has it, else its nearest."""
+    return min(max(0.95, forecast.levels[0]), forecast.levels[-1])
 
 
 def check_name(name: str) -> str:
@@ -20,18 +27,23 @@ def check_name(name: str) -> str:
     return name
 
 
-def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dict[str, float]:
-    """Return the scalars of one verdict by tag, always the same tags, NaN where there is nothing to say.
+def verdict_scalars(
+    verdict: Verdict, *, flag: bool, name: str = "guard", standing: Standing | None = None
+) -> dict[str, float]:
+    """Return the scalars of one verdict by tag: always the same tags and the channels', NaN where nothing is known.
 
     Args:
         verdict: the verdict.
         flag: an event of at least warning is open.
         name: first part of every tag.
+        standing: how the run stands beside it.
 
     Returns:
         `loss`, `forecast`, `lower` and `upper` in nats; `residual_percent` with `residual_lower_percent` and
-        `residual_upper_percent`, the interval relative to the forecast; `residual_sigma`; `alarm_ratio`, the change
-        statistic over its threshold, with its `alarm_floor` 0 and `alarm_limit` 1; `flag`, 0 or 1.
+        `residual_upper_percent`, the interval relative to the forecast; `residual_mean_percent` over the last 0.5 to
+        1 % of the run; `residual_sigma`; `alarm_ratio`, the change statistic over its threshold, with its
+        `alarm_floor` 0 and `alarm_limit` 1; `outlook` of the final loss with `outlook_lower` and `outlook_upper` in
+        nats; `flag`, 0 or 1; and `channel/NAME`.
 
     Example:
         >>> verdict = Verdict(step=3, loss=2.2, forecast=2.0, lower=1.9, upper=2.1, residual_nats=0.2,
@@ -40,6 +52,8 @@ def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dic
         10.0
     """
     f = verdict.forecast
+    outlook = None if standing is None else standing.outlook(shown_level(standing.forecast))
+    nothing = float("nan")
     values = {
         "loss": verdict.loss,
         "forecast": f,
@@ -48,12 +62,18 @@ def verdict_scalars(verdict: Verdict, *, flag: bool, name: str = "guard") -> dic
         "residual_percent": verdict.residual_percent,
         "residual_lower_percent": 100.0 * (verdict.lower - f) / f,
         "residual_upper_percent": 100.0 * (verdict.upper - f) / f,
+        "residual_mean_percent": nothing if standing is None else standing.residual_percent,
         "residual_sigma": verdict.residual_sigma,
         "alarm_ratio": verdict.statistic / verdict.threshold,
         "alarm_floor": 0.0,
         "alarm_limit": 1.0,
+        "outlook": nothing if outlook is None else outlook.loss,
+        "outlook_lower": nothing if outlook is None else outlook.lower,
+        "outlook_upper": nothing if outlook is None else outlook.upper,
         "flag": float(flag),
     }
+    if standing is not None:
+        values.update({f"channel/{channel}": value for channel, value in standing.channels.items()})
     return {f"{name}/{key}": float(value) for key, value in values.items()}
 
 
@@ -72,7 +92,7 @@ class FlagState:
             self._open.discard(key)
 
     def reopen(self, events: Sequence[Event]) -> None:
-        """Take the events that are open at a resume."""
+        """Take the events that are known at a resume."""
         self._open.clear()
         for event in events:
             self.take(event)

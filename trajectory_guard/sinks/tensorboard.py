@@ -1,11 +1,12 @@
 """TensorBoardSink: the loss inside its forecast interval on the Custom Scalars tab, the forecast beside the loss.
 
-The charts need every tag of a chart at identical steps, so all tags are written in one call per verdict. The forecast
-of the whole horizon goes once, at the start, into the sibling runs `forecast`, `forecast_lower` and `forecast_upper`
-under a tag of the loss, where the plain Scalars tab overlays them.
+The charts need every tag of a chart at identical steps, so all tags of a verdict are written as one record. The edges
+of the bands have a group of tags of their own, so that the guard's group on the plain Scalars tab shows what is worth
+looking at. The forecast of the whole horizon goes once, at the start, into the sibling runs `forecast`,
+`forecast_lower` and `forecast_upper` under a tag of the loss, where the plain Scalars tab overlays them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,30 +17,40 @@ from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.sinks.console import rollback_words
-from trajectory_guard.sinks.scalars import FlagState, check_name, verdict_scalars
+from trajectory_guard.sinks.scalars import FlagState, check_name, shown_level, verdict_scalars
+from trajectory_guard.standing import Standing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 __all__ = ["TensorBoardSink"]
 
-FORECAST_POINTS = 1000
-"""Points of each forecast curve: what TensorBoard keeps of a scalar by default."""
+FORECAST_POINTS = 400
+"""Points of each forecast curve, half of them closer together towards the start, where the loss falls."""
 
-_CHARTS = {
-    # Title -> value, lower edge, upper edge. TensorBoard draws Margin cards in reverse order of declaration.
-    "3. Change statistic over its threshold (alarm at 1)": ("alarm_ratio", "alarm_floor", "alarm_limit"),
-    "2. Residual inside the forecast interval, percent": (
-        "residual_percent",
-        "residual_lower_percent",
-        "residual_upper_percent",
+VERDICTS = 4000
+"""Verdicts written over a whole run, beside those with events: four for each point that TensorBoard shows by default.
+A run of 10^6 steps would else write 20,000, of a dozen tags each."""
+
+_CHARTS = (
+    # Title; value, lower edge, upper edge. The first is of single steps, whose noise the interval does not hold.
+    ("Loss at the step, interval of its mean (nats)", ("loss", "lower", "upper")),
+    (
+        "Residual, mean of last 1 % of the run (%)",
+        ("residual_mean_percent", "residual_lower_percent", "residual_upper_percent"),
     ),
-    "1. Loss inside the forecast interval, nats per token": ("loss", "lower", "upper"),
-}
+    ("Change statistic over threshold (alarm at 1)", ("alarm_ratio", "alarm_floor", "alarm_limit")),
+    ("Outlook: final loss, given the run so far (nats)", ("outlook", "outlook_lower", "outlook_upper")),
+)
+"""The cards in the order in which they are read; the channels follow, one card each."""
+
+_EDGES = frozenset(edge for _, (_, *edges) in _CHARTS for edge in edges)
 
 
 class TensorBoardSink:
     """Writes verdicts, the custom layout, the forecast and event sentences for TensorBoard.
+
+    Verdicts are thinned to about 4,000 over the run by a schedule of steps; one with an event is always written.
 
     Args:
         target: log folder, or a `SummaryWriter` that already writes there: TensorBoard follows only the newest event
@@ -69,6 +80,9 @@ class TensorBoardSink:
         self._target = target
         self._writer: SummaryWriter | None = None
         self._flags = FlagState()
+        self._standing: Standing | None = None
+        self._channels: list[str] = []
+        self._spacing, self._last, self._next = 1, 0, 0
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """Write layout, forecast card and forecast curves; after a resume make later points of the past void."""
@@ -81,26 +95,38 @@ class TensorBoardSink:
                 _purge(self._writer, purge)
         else:
             self._writer = SummaryWriter(str(self._target), purge_step=purge)
-        charts = _LAYOUTS.setdefault(self._writer, {})
-        charts[f"Trajectory ({self.name})"] = {
-            title: ["Margin", [f"{self.name}/{key}" for key in keys]] for title, keys in _CHARTS.items()
-        }
-        self._writer.add_custom_scalars(charts)
+        self._spacing, self._last, self._next = max(1, forecast.plan.total_steps // VERDICTS), 0, 0
+        self._write_layout(self._writer)
         self._writer.add_text(f"{self.name}/forecast", forecast_card(forecast), resumed_step or 0)
         self._write_curves(forecast, Path(self._writer.log_dir))
         self._writer.flush()
 
     def reopen(self, events: Sequence[Event]) -> None:
-        """Take the events that are open at a resume, for the flag."""
+        """Take the events that are known at a resume, for the flag."""
         self._flags.reopen(events)
 
+    def standing(self, standing: Standing) -> None:
+        """Keep how the run stands, for the verdict that follows."""
+        self._standing = standing
+
     def verdict(self, verdict: Verdict) -> None:
-        """Write every tag at the verdict's step."""
+        """Write every tag at the verdict's step, if it is that one's turn or it has events."""
         writer = self._open_writer()
-        for tag, value in verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name).items():
-            writer.add_scalar(tag, value, verdict.step)
+        # A step before the last one is of a run that went back.
+        if self._last <= verdict.step < self._next and not verdict.events:
+            return
+        self._last, self._next = verdict.step, verdict.step + self._spacing
+        standing = self._standing
+        new = [] if standing is None else [name for name in standing.channels if name not in self._channels]
+        if new:
+            self._channels += new
+            self._write_layout(writer)
+        values = dict.fromkeys((f"{self.name}/channel/{channel}" for channel in self._channels), float("nan"))
+        values |= verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name, standing=standing)
+        scalars = {self._tag(key.removeprefix(f"{self.name}/")): value for key, value in values.items()}
         if self._copies_loss:
-            writer.add_scalar(self.loss_tag, verdict.loss, verdict.step)
+            scalars[self.loss_tag] = verdict.loss
+        _write(writer, scalars, verdict.step)
 
     def event(self, event: Event, *, step: int) -> None:
         """Write the event's sentence as text, and flush: someone may be looking."""
@@ -130,18 +156,35 @@ class TensorBoardSink:
             raise TrajectoryGuardError("the TensorBoard sink is not open; start it first")
         return self._writer
 
+    def _tag(self, key: str) -> str:
+        return f"{self.name}_bands/{key}" if key in _EDGES else f"{self.name}/{key}"
+
+    def _write_layout(self, writer: "SummaryWriter") -> None:
+        """Write the cards of every guard on this writer; a later layout replaces an earlier one."""
+        # A channel has no band: its card is one whose edges are the value.
+        channels = [(f"Channel {channel}", (f"channel/{channel}",) * 3) for channel in self._channels]
+        cards = [(f"{n}. {title}", keys) for n, (title, keys) in enumerate([*_CHARTS, *channels], start=1)]
+        layout = _LAYOUTS.setdefault(writer, {})
+        # TensorBoard draws Margin cards in reverse order of declaration.
+        layout[f"Trajectory ({self.name})"] = {
+            title: ["Margin", [self._tag(key) for key in keys]] for title, keys in reversed(cards)
+        }
+        writer.add_custom_scalars(layout)
+
     def _write_curves(self, forecast: Forecast, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         first, last = forecast.first_step, forecast.plan.total_steps
-        steps = np.unique(np.linspace(first, last, min(FORECAST_POINTS, last - first + 1)).round().astype(np.int64))
-        lower, upper = forecast.interval(steps, level=_level(forecast))
+        half = FORECAST_POINTS // 2
+        spread = np.concatenate([np.linspace(first, last, half), np.geomspace(first, last, half)])
+        steps = np.unique(spread.round().astype(np.int64))
+        lower, upper = forecast.interval(steps, level=shown_level(forecast))
         curves = {"forecast": forecast.loss(steps), "forecast_lower": lower, "forecast_upper": upper}
         for run, values in curves.items():
             # purge_step=0 makes the curve of an earlier attempt void, so that a resumed run draws one curve.
             with SummaryWriter(str(folder / run), purge_step=0) as writer:
                 for step, value in zip(steps.tolist(), np.asarray(values).tolist(), strict=True):
-                    writer.add_scalar(self.loss_tag, value, step)
+                    _write(writer, {self.loss_tag: value}, step)
 
 
 _LAYOUTS: "WeakKeyDictionary[SummaryWriter, dict[str, dict[str, list[object]]]]" = WeakKeyDictionary()
@@ -167,9 +210,13 @@ def forecast_card(forecast: Forecast) -> str:
     return "\n".join(lines) + "\n\nRecipe check:\n\n" + check
 
 
-def _level(forecast: Forecast) -> float:
-    """The 95 % level where the forecast has it, as verdicts show; else its widest."""
-    return min(0.95, forecast.levels[-1])
+def _write(writer: "SummaryWriter", scalars: Mapping[str, float], step: int) -> None:
+    """Write scalars as one record: `add_scalar` makes one of each, which for a dozen tags takes five times as long."""
+    from tensorboard.compat.proto import summary_pb2
+
+    proto: Any = summary_pb2  # Generated code: its names are not known statically.
+    values = [proto.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    writer._get_file_writer().add_summary(proto.Summary(value=values), step)
 
 
 def _plain(text: str) -> str:

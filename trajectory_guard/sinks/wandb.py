@@ -7,6 +7,7 @@ from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.sinks.scalars import FlagState, check_name, verdict_scalars
+from trajectory_guard.standing import Standing
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -40,6 +41,7 @@ class WandbSink:
         self.run = found
         self.name = check_name(name)
         self._flags = FlagState()
+        self._standing: Standing | None = None
 
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """Declare the step axis and put the forecast of the final loss into the run's summary."""
@@ -56,12 +58,16 @@ class WandbSink:
         )
 
     def reopen(self, events: Sequence[Event]) -> None:
-        """Take the events that are open at a resume, for the flag."""
+        """Take the events that are known at a resume, for the flag."""
         self._flags.reopen(events)
+
+    def standing(self, standing: Standing) -> None:
+        """Keep how the run stands, for the verdict that follows."""
+        self._standing = standing
 
     def verdict(self, verdict: Verdict) -> None:
         """Log every scalar of the verdict in one call."""
-        scalars = verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name)
+        scalars = verdict_scalars(verdict, flag=self._flags.at(verdict), name=self.name, standing=self._standing)
         self.run.log({f"{self.name}/step": verdict.step, **scalars})
 
     def event(self, event: Event, *, step: int) -> None:
