@@ -1,6 +1,7 @@
 """The options that every training example shares."""
 
 import argparse
+import importlib.util
 import itertools
 import os
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Setup:
     resume: Path | None = None
     checkpoint_every: int = 500
     """Steps between checkpoints, where the script writes them."""
+
+    @property
+    def report(self) -> Path | None:
+        """Where the report of the run goes; none without matplotlib, which draws it."""
+        return self.folder / "report.html" if importlib.util.find_spec("matplotlib") else None
 
 
 def parse(description: str, *, resumable: bool = False, argv: list[str] | None = None) -> Setup:

@@ -1,6 +1,7 @@
 """What an example leaves at its end: the table, the events in words, and files for `trajectory-guard report`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from options import Setup
@@ -36,7 +37,7 @@ def tell(setup: Setup, losses: Sequence[float], guard: TrajectoryGuard) -> None:
     except TrajectoryGuardError as error:  # matplotlib is not installed, or no loss was finite.
         print(f"no picture: {error}")
     folder = setup.folder
-    print(
-        f"\nA picture of this run: {folder}/run.png; one page about it: trajectory-guard report {setup.fit} "
-        f"{folder}/losses.csv --plan {folder}/plan.json -o {folder}/report.html"
-    )
+    page = f"{folder}/report.html"
+    if not Path(page).exists():
+        page = f"trajectory-guard report {setup.fit} {folder}/losses.csv --plan {folder}/plan.json -o {page}"
+    print(f"\nA picture of this run: {folder}/run.png; one page about it: {page}")

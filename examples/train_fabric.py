@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from options import Setup, parse
 from outcome import tell
 from recipe import CLIP, Training
-from trajectory_guard.integrations.fabric import watch_fabric
+from trajectory_guard.integrations.fabric import GuardConfig, watch_fabric
 
 from trajectory_guard import TrajectoryGuard
 from trajectory_guard.sinks.tensorboard import TensorBoardSink
@@ -25,14 +25,15 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
     prepared: Any = fabric.setup(training.model, training.optimizer)
     model, optimizer = prepared
     model.mark_forward_method("loss")
-    watch = watch_fabric(
-        fabric,
+    config = GuardConfig(
         setup.fit,
         setup.plan,
         actions={"warning": "stop"},
         events_path=setup.folder / "events.jsonl",
+        report_path=setup.report,
         sinks=[TensorBoardSink(setup.folder)],
     )
+    watch = watch_fabric(fabric, config)
     losses = []
     with watch:
         for step in range(1, setup.last_step + 1):

@@ -14,7 +14,7 @@ from outcome import tell
 from recipe import CLIP, CONTEXT, Training
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from trajectory_guard.integrations.transformers import watch_trainer
+from trajectory_guard.integrations.transformers import GuardConfig, watch_trainer
 from transformers import Trainer, TrainingArguments
 
 from trajectory_guard import TrajectoryGuard
@@ -95,15 +95,16 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
         train_dataset=Sequences(setup),
         optimizers=(training.optimizer, training.schedule),
     )
-    watch = watch_trainer(
-        trainer,
+    config = GuardConfig(
         setup.fit,
         setup.plan,
         actions={"warning": "stop"},
         log_every_n_steps=50,
         events_path=setup.folder / "events.jsonl",
+        report_path=setup.report,
         sinks=[TensorBoardSink(setup.folder)],
     )
+    watch = watch_trainer(trainer, config)
     trainer.train()
     assert watch.intake is not None
     return trainer.losses, watch.intake.guard

@@ -58,6 +58,7 @@ def train(setup: Setup, *, watched: bool = True) -> tuple[MoEModule, TrajectoryG
             actions={"warning": "stop"},
             log_every_n_steps=LOG_EVERY,
             events_path=setup.folder / "events.jsonl",
+            report_path=setup.report,
         )
     checkpoints = ModelCheckpoint(
         setup.folder / "checkpoints", every_n_train_steps=setup.checkpoint_every, save_last=True

@@ -1,37 +1,34 @@
 """Accelerate: an intake for a loop written with an Accelerator.
 
-    watch = AcceleratorWatch(accelerator, "fit.json", "plan.json")
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(batch)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        watch.observe(loss)                       # after every micro-batch, on every rank
-        if watch.should_stop:                     # the same on every rank
-            break
-    watch.close()
+    watch = AcceleratorWatch(accelerator, GuardConfig("fit.json", "plan.json", report_path="report.html"))
+    with watch:                                       # judges what is on its way and writes the report, at a failure too
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            watch.observe(loss)                       # after every micro-batch, on every rank
+            if watch.should_stop:                     # the same on every rank
+                break
 
 `accelerator.save_state` and `load_state` keep its state. *Step*: the micro-batches where `accelerator.sync_gradients`
 is true, counted from 1. *Loss*: the user's, which `accelerator.backward` divides only for itself.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from trajectory_guard.actions import Action
-from trajectory_guard.adapt import FitSource, GuardConfig, PlanSource
+from trajectory_guard.adapt import GuardConfig
 from trajectory_guard.detect.events import Verdict
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.intake import Scalar
-from trajectory_guard.lr_schedule import LRSchedule
-from trajectory_guard.sinks.base import Sink
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["AcceleratorWatch"]
+__all__ = ["AcceleratorWatch", "GuardConfig"]
 
 
 class AcceleratorWatch:
@@ -39,55 +36,14 @@ class AcceleratorWatch:
 
     Args:
         accelerator: the Accelerator.
-        fit: file of a fit, a `DelphiFit`, or a finished `Forecast`.
-        plan: file of a plan or a `RunPlan`; else `total_steps`, `tokens_per_step` and `active_params` are needed.
-        total_steps: optimizer updates of the loop.
-        tokens_per_step: training tokens of one optimizer update, over all micro-batches and ranks.
-        active_params: parameters used by one token, counted as the ladder's were.
-        schedule: learning rate over its peak along progress; by default assumed to be the fit's.
-        actions: severity or kind of event -> action, as `TrajectoryGuard` takes them.
-        log_every_n_steps: steps between logged verdicts; every step is checked.
-        events_path: file of the event log, JSON lines; None for no file.
-        console: print to the console.
-        name: first part of every tag.
-        override_recipe: accept a plan whose recipe makes the comparison meaningless.
-        sinks: further sinks, used on the main process.
+        config: the guard.
+        total_steps: optimizer updates of the loop, needed without a plan.
 
     Raises:
-        TrajectoryGuardError: numbers are missing or contradict each other; a file cannot be read.
+        TrajectoryGuardError: there is neither a plan nor `total_steps`, or the recipe is another.
     """
 
-    def __init__(
-        self,
-        accelerator: "Accelerator",
-        fit: FitSource,
-        plan: PlanSource = None,
-        *,
-        total_steps: int | None = None,
-        tokens_per_step: int | None = None,
-        active_params: float | None = None,
-        schedule: LRSchedule | None = None,
-        actions: Mapping[str, Action | Sequence[Action]] | None = None,
-        log_every_n_steps: int = 50,
-        events_path: str | Path | None = None,
-        console: bool = True,
-        name: str = "guard",
-        override_recipe: bool = False,
-        sinks: Sequence[Sink] = (),
-    ) -> None:
-        config = GuardConfig(
-            fit=fit,
-            plan=plan,
-            tokens_per_step=tokens_per_step,
-            active_params=active_params,
-            schedule=schedule,
-            actions=actions,
-            log_every_n_steps=log_every_n_steps,
-            events_path=events_path,
-            console=console,
-            name=name,
-            override_recipe=override_recipe,
-        )
+    def __init__(self, accelerator: "Accelerator", config: GuardConfig, *, total_steps: int | None = None) -> None:
         self._accelerator = accelerator
         self.intake = config.open(
             total_steps=total_steps,
@@ -95,7 +51,6 @@ class AcceleratorWatch:
             world_size=accelerator.num_processes,
             main_process=accelerator.is_main_process,
             loss_scaler=accelerator.mixed_precision == "fp16",
-            sinks=sinks,
         )
         accelerator.register_for_checkpointing(self)
 
@@ -135,3 +90,9 @@ class AcceleratorWatch:
     def close(self) -> None:
         """Judge what is on its way and close the sinks."""
         self.intake.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.intake.__exit__(kind, error, at)

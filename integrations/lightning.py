@@ -9,7 +9,6 @@ the number of batches in which an optimizer stepped. *Loss*: Lightning divides `
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.intake import LossIntake
 from trajectory_guard.lr_schedule import LRSchedule
+from trajectory_guard.sinks.base import Sink
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -47,9 +47,11 @@ class _GuardHooks:
         actions: Mapping[str, Action | Sequence[Action]] | None = None,
         log_every_n_steps: int | None = None,
         events_path: str | Path | None = None,
+        report_path: str | Path | None = None,
         console: bool = True,
         name: str = "guard",
         override_recipe: bool = False,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         """Watch a Trainer's run against the forecast of its loss.
 
@@ -67,18 +69,19 @@ class _GuardHooks:
                 taking the event, or several of these. By default nothing stops the run.
             log_every_n_steps: steps between logged verdicts, by default the Trainer's; every step is checked.
             events_path: file of the event log, JSON lines; None for no file.
+            report_path: report of the run, `.html` or `.png`, written when it ends, is stopped or fails; None for none.
             console: print to the console.
             name: first part of every tag and of the state's key: several guards of one run need several names.
             override_recipe: accept a plan whose recipe makes the comparison meaningless; events then say so.
+            sinks: further sinks beside the Trainer's loggers, used on the main process.
 
         Raises:
-            MissingExtraError: Lightning is not installed.
+            MissingExtraError: Lightning is not installed, or for a report matplotlib.
             TrajectoryGuardError: numbers are missing or contradict each other; a file cannot be read.
         """
         if not hasattr(self, "on_fit_start"):
             raise MissingExtraError("lightning", "lightning")
         self.loss_key, self.tokens_key = loss_key, tokens_key
-        self._every = log_every_n_steps
         self._config = GuardConfig(
             fit=fit,
             plan=plan,
@@ -86,10 +89,13 @@ class _GuardHooks:
             active_params=active_params,
             schedule=schedule,
             actions=actions,
+            log_every_n_steps=log_every_n_steps,
             events_path=events_path,
+            report_path=report_path,
             console=console,
             name=name,
             override_recipe=override_recipe,
+            sinks=sinks,
         )
         self.guard: TrajectoryGuard | None = None
         self._intake: LossIntake | None = None
@@ -118,20 +124,18 @@ class _GuardHooks:
             if self._config.plan is None and self._config.tokens_per_step is not None:
                 raise TrajectoryGuardError("several manually stepped optimizers leave the horizon unclear; give a plan")
             total = None
-        self._intake = replace(self._config, log_every_n_steps=self._every or trainer.log_every_n_steps or 50).open(
+        self._intake = self._config.open(
             total_steps=total,
             accumulation=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             main_process=trainer.is_global_zero,
             loss_scaler=str(trainer.precision).startswith("16"),
             loggers=trainer.loggers,
+            log_every_n_steps=trainer.log_every_n_steps,
         )
         self.guard, self._stopping = self._intake.guard, False
-        if self._restored is not None:
-            self._intake.load_state_dict(self._restored)
-            self._say(trainer, f"state of step {self._intake.step:,} restored from the checkpoint")
-        elif trainer.global_step:
-            self._say(trainer, f"WARNING: the checkpoint has no state under {self.state_key!r}; the guard starts anew")
+        main_process = trainer.is_global_zero
+        self._config.resume(self._intake, self._restored, step=trainer.global_step, main_process=main_process)
         self._restored = None
         pin_last_good(trainer, self.guard)
 
@@ -172,9 +176,8 @@ class _GuardHooks:
         if intake.should_stop and not self._stopping:
             self._stopping = trainer.should_stop = True
             if (trainer.min_steps or 0) > trainer.global_step or (trainer.min_epochs or 0) > trainer.current_epoch + 1:
-                self._say(
-                    trainer, "the stop waits for the Trainer's min_steps or min_epochs; the action 'raise' does not"
-                )
+                words = "the stop waits for the Trainer's min_steps or min_epochs; the action 'raise' does not"
+                self._config.say(words, main_process=trainer.is_global_zero)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Runs for every checkpoint on every rank, before `state_dict`: an event may name it to roll back to."""
@@ -190,9 +193,6 @@ class _GuardHooks:
         """Runs instead of `on_train_end`, after KeyboardInterrupt too: judges and flushes the same."""
         if self._intake is not None:
             self._intake.__exit__(type(exception), exception, None)
-
-    def _say(self, trainer: Any, sentence: str) -> None:
-        self._config.say(sentence, main_process=trainer.is_global_zero)
 
 
 class TrajectoryGuardCallback(_GuardHooks, Callback):

@@ -1,7 +1,7 @@
 """Transformers: a Trainer watched at every optimizer step.
 
     trainer = Trainer(model, args, train_dataset=...)
-    guard = watch_trainer(trainer, "fit.json", "plan.json")
+    watch = watch_trainer(trainer, GuardConfig("fit.json", "plan.json", report_path="report.html"))
     trainer.train()
 
 A callback alone never sees a step's loss: `on_log` gets a mean over `logging_steps`, in which a NaN is logged as 0 by
@@ -12,16 +12,11 @@ on resume, whatever `restore_callback_states_from_checkpoint` says.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trajectory_guard.actions import Action
-from trajectory_guard.adapt import FitSource, GuardConfig, PlanSource
+from trajectory_guard.adapt import GuardConfig
 from trajectory_guard.errors import MissingExtraError
 from trajectory_guard.intake import LossIntake, Scalar
-from trajectory_guard.lr_schedule import LRSchedule
-from trajectory_guard.sinks.base import Sink
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -31,16 +26,16 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["TrainerWatch", "watch_trainer"]
+__all__ = ["GuardConfig", "TrainerWatch", "watch_trainer"]
 
 
 class TrainerWatch:
     """The guard of one Trainer; `intake` is there from the first training step on."""
 
-    def __init__(self, trainer: "Trainer", config: GuardConfig, sinks: Sequence[Sink]) -> None:
+    def __init__(self, trainer: "Trainer", config: GuardConfig) -> None:
         self.config = config
         self.intake: LossIntake | None = None
-        self._trainer, self._sinks = trainer, sinks
+        self._trainer = trainer
         self._sum: Scalar = 0.0
         training_step, train = trainer.training_step, trainer.train
 
@@ -86,7 +81,7 @@ class TrainerWatch:
             world_size=trainer.args.world_size,
             main_process=state.is_world_process_zero,
             loss_scaler=bool(trainer.args.fp16),
-            sinks=self._sinks,
+            log_every_n_steps=max(1, int(trainer.args.logging_steps)),
         )
         # Looked up anew: restoring callback states replaces the callback by another instance.
         live = next(c for c in trainer.callback_handler.callbacks if isinstance(c, _GuardCallback))
@@ -96,15 +91,10 @@ class TrainerWatch:
         found = states.setdefault("_GuardCallback", {})
         saved = found.get("attributes", {}).get("saved", {}).get(self.config.name)
         self._sum = 0.0
-        if saved is not None and state.global_step:
-            self.intake.load_state_dict(saved)
+        saved = saved if state.global_step else None
+        self.config.resume(self.intake, saved, step=state.global_step, main_process=state.is_world_process_zero)
+        if saved is not None:
             self.intake.guard.note_checkpoint(self.intake.step)
-            self._say(f"state of step {self.intake.step:,} restored from the checkpoint")
-        elif state.global_step:
-            self._say(f"WARNING: the checkpoint has no state of {self.config.name!r}; the guard starts anew")
-
-    def _say(self, sentence: str) -> None:
-        self.config.say(sentence, main_process=self._trainer.state.is_world_process_zero)
 
 
 class _GuardCallback(TrainerCallback, ExportableState):
@@ -129,59 +119,16 @@ class _GuardCallback(TrainerCallback, ExportableState):
                 watch.intake.guard.note_checkpoint(state.global_step)
 
 
-def watch_trainer(
-    trainer: "Trainer",
-    fit: FitSource,
-    plan: PlanSource = None,
-    *,
-    tokens_per_step: int | None = None,
-    active_params: float | None = None,
-    schedule: LRSchedule | None = None,
-    actions: Mapping[str, Action | Sequence[Action]] | None = None,
-    log_every_n_steps: int | None = None,
-    events_path: str | Path | None = None,
-    console: bool = True,
-    name: str = "guard",
-    override_recipe: bool = False,
-    sinks: Sequence[Sink] = (),
-) -> TrainerWatch:
+def watch_trainer(trainer: "Trainer", config: GuardConfig) -> TrainerWatch:
     """Watch every optimizer step of a Trainer; call it before `train`.
 
     Args:
-        trainer: the Trainer.
-        fit: file of a fit, a `DelphiFit`, or a finished `Forecast`.
-        plan: file of a plan or a `RunPlan`; without one the horizon is the Trainer's, and `tokens_per_step` and
-            `active_params` are needed.
-        tokens_per_step: training tokens of one optimizer update, over all micro-batches and ranks.
-        active_params: parameters used by one token, counted as the ladder's were.
-        schedule: learning rate over its peak along progress; by default assumed to be the fit's.
-        actions: severity or kind of event -> action, as `TrajectoryGuard` takes them.
-        log_every_n_steps: steps between logged verdicts, by default the Trainer's `logging_steps`.
-        events_path: file of the event log, JSON lines; None for no file.
-        console: print to the console.
-        name: first part of every tag and key of the state: several guards of one Trainer need several names.
-        override_recipe: accept a plan whose recipe makes the comparison meaningless.
-        sinks: further sinks, such as `TensorBoardSink(folder)` or `WandbSink()`, used on the main process.
+        trainer: the Trainer; without a plan its horizon is the run's, without `log_every_n_steps` its `logging_steps`.
+        config: the guard; several guards of one Trainer need several names.
 
     Returns:
         The watch; its `intake.guard` is the guard.
-
-    Raises:
-        TrajectoryGuardError: numbers are missing or contradict each other; a file cannot be read.
     """
-    config = GuardConfig(
-        fit=fit,
-        plan=plan,
-        tokens_per_step=tokens_per_step,
-        active_params=active_params,
-        schedule=schedule,
-        actions=actions,
-        log_every_n_steps=log_every_n_steps or max(1, int(trainer.args.logging_steps)),
-        events_path=events_path,
-        console=console,
-        name=name,
-        override_recipe=override_recipe,
-    )
     if not any(isinstance(callback, _GuardCallback) for callback in trainer.callback_handler.callbacks):
         trainer.add_callback(_GuardCallback())
-    return TrainerWatch(trainer, config, sinks)
+    return TrainerWatch(trainer, config)

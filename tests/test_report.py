@@ -13,7 +13,8 @@ from trajectory_guard.__main__ import main
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.laws.calibrate import calibrate, calibration_window
 from trajectory_guard.picture import RunRecord
-from trajectory_guard.report import KEPT_VERDICTS, ReportSink, write_report
+from trajectory_guard.record import KEPT_VERDICTS
+from trajectory_guard.report import ReportSink, write_report
 from trajectory_guard.report_figures import draw_linear, draw_logarithmic
 
 STEPS = 1500

@@ -25,7 +25,7 @@ ROOMS = (
     ("journal", "watcher"),
     ("guard",),
     # What shows and what people call.
-    ("picture", "fit_picture"),
+    ("picture", "fit_picture", "record"),
     ("commands", "replay"),
     ("report_figures", "report_page"),
     ("report", "add_tensorboard", "watch"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.intake import LossIntake
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
+from trajectory_guard.report import ReportSink
 from trajectory_guard.sinks.base import Sink
 from trajectory_guard.sinks.console import ConsoleSink
 from trajectory_guard.sinks.jsonl import JsonlSink
@@ -30,7 +31,7 @@ PlanSource = str | Path | RunPlan | None
 """A plan's file, a plan, or None where the plan is made from the framework's horizon and a few numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GuardConfig:
     """What a user says about a guard, whatever the framework; checked before anything runs.
 
@@ -42,28 +43,34 @@ class GuardConfig:
         active_params: parameters used by one token, counted as the ladder's were.
         schedule: learning rate over its peak along progress; by default assumed to be the fit's.
         actions: severity or kind of event -> action, as `TrajectoryGuard` takes them.
-        log_every_n_steps: steps between logged verdicts; every step is checked.
+        log_every_n_steps: steps between logged verdicts, by default the framework's, else 50; every step is checked.
         events_path: file of the event log, JSON lines; None for no file.
+        report_path: report of the run, `.html` or `.png`, written when it ends, is stopped or fails; None for no file.
         console: print to the console.
         name: first part of every tag, and part of the key of the state: several guards of one run need several names.
         override_recipe: accept a plan whose recipe makes the comparison meaningless; events then say so.
+        sinks: further sinks, such as `TensorBoardSink(folder)` or `WandbSink()`, used on the main process.
 
     Raises:
         TrajectoryGuardError: numbers are missing, or contradict a plan or a finished forecast.
         FileFormatError: a file cannot be read.
+        MissingExtraError: a report is asked for and matplotlib is not installed.
     """
 
     fit: FitSource
     plan: PlanSource = None
+    _: KW_ONLY
     tokens_per_step: int | None = None
     active_params: float | None = None
     schedule: LRSchedule | None = None
     actions: Mapping[str, Action | Sequence[Action]] | None = None
-    log_every_n_steps: int = 50
+    log_every_n_steps: int | None = None
     events_path: str | Path | None = None
+    report_path: str | Path | None = None
     console: bool = True
     name: str = "guard"
     override_recipe: bool = False
+    sinks: Sequence[Sink] = ()
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -86,6 +93,8 @@ class GuardConfig:
             object.__setattr__(self, "fit", load_fit(self.fit))
         if isinstance(self.plan, (str, Path)):
             object.__setattr__(self, "plan", RunPlan.load(self.plan))
+        if self.report_path is not None:
+            ReportSink(self.report_path)  # What is wrong with it is said now, not at the end of the run.
 
     def forecast(self, total_steps: float | None) -> tuple[Forecast, tuple[str, ...]]:
         """Return the forecast for a framework's horizon, and what should be said about it.
@@ -125,7 +134,7 @@ class GuardConfig:
         main_process: bool,
         loss_scaler: bool = False,
         loggers: Iterable[Any] = (),
-        sinks: Iterable[Sink] = (),
+        log_every_n_steps: int | None = None,
     ) -> LossIntake:
         """Build guard and intake for a run, and print what was inferred.
 
@@ -136,7 +145,7 @@ class GuardConfig:
             main_process: this rank writes and prints. Every rank judges.
             loss_scaler: the run trains under a fp16 loss scaler.
             loggers: loggers of the framework, with `log_metrics(metrics, step)`.
-            sinks: further sinks.
+            log_every_n_steps: the framework's own interval of logging, if it has one.
         """
         forecast, notes = self.forecast(total_steps)
         outlets: list[Sink] = []
@@ -144,12 +153,14 @@ class GuardConfig:
             outlets += [ConsoleSink()] if self.console else []
             outlets += logger_sinks(loggers, name=self.name)
             outlets += [JsonlSink(self.events_path)] if self.events_path is not None else []
-            outlets += sinks
+            if self.report_path is not None:
+                outlets.append(ReportSink(self.report_path, fit=self.fit if isinstance(self.fit, DelphiFit) else None))
+            outlets += self.sinks
         guard = TrajectoryGuard(
             forecast,
             actions=self._actions(),
             sinks=outlets,
-            log_every_n_steps=self.log_every_n_steps,
+            log_every_n_steps=self.log_every_n_steps or log_every_n_steps or 50,
             loss_scaler=loss_scaler,
         )
         tokens = forecast.plan.batch_phases[0][1]
@@ -160,6 +171,22 @@ class GuardConfig:
             main_process=main_process,
         )
         return LossIntake(guard, average_ranks=world_size > 1)
+
+    def resume(self, intake: LossIntake, state: Mapping[str, Any] | None, *, step: int, main_process: bool) -> None:
+        """Take over the state of a checkpoint, and say what was found.
+
+        Args:
+            intake: as `open` returned it.
+            state: the guard's state in the checkpoint, None where there is none or no checkpoint.
+            step: the framework's own step: 0 for a run from the start.
+            main_process: this rank prints.
+        """
+        if state is not None:
+            intake.load_state_dict(state)
+            self.say(f"state of step {intake.step:,} restored from the checkpoint", main_process=main_process)
+        elif step:
+            words = f"WARNING: the checkpoint has no state of {self.name!r}; the guard starts anew"
+            self.say(words, main_process=main_process)
 
     def say(self, *sentences: str, main_process: bool = True) -> None:
         """Print sentences on the main process, when the console is wanted."""

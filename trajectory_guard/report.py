@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from trajectory_guard.commands import describe
-from trajectory_guard.detect.events import Event, Severity, Verdict
+from trajectory_guard.course import STRETCHES
+from trajectory_guard.detect.events import Severity
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.files import atomic_write
 from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.laws.calibrate import calibrate, calibration_window, outlook, recent_log_ratio
 from trajectory_guard.picture import RunRecord
+from trajectory_guard.record import KEPT_VERDICTS, RecordSink
 from trajectory_guard.replay import log_arguments, open_log, replay
 from trajectory_guard.report_figures import draw_ladder, draw_linear, draw_logarithmic, numbered, save_png, svg
 from trajectory_guard.report_page import events_table, facts, figure, items, page, section, text_block
@@ -25,17 +27,15 @@ from trajectory_guard.sinks.jsonl import read_events
 
 __all__ = ["ReportSink", "report_arguments", "report_command", "write_report"]
 
-KEPT_VERDICTS = 4000
-"""Verdicts kept for the statistic's curve: five per pixel of the page."""
-
 RECENT = 0.02
 """Share of the run's steps, the last ones, whose mean is called the loss now."""
 
 
-class ReportSink:
+class ReportSink(RecordSink):
     """Writes a report when the run ends or is stopped: a sink for any guard.
 
-    It keeps at most 4,000 verdicts, evenly spread; after a resume only what came since.
+    It sees every step and keeps at most 4,000 of them, evenly spread. Of the steps before a resume it shows what the
+    guard's state holds: means over stretches of half a percent of the run, and the latest 100 events.
 
     Args:
         path: the report, `.html` or `.png`; replaced when it exists.
@@ -47,53 +47,23 @@ class ReportSink:
         TrajectoryGuardError: another ending.
     """
 
+    every_step = True
+
     def __init__(self, path: str | Path, *, fit: DelphiFit | None = None, title: str = "") -> None:
+        super().__init__()
         self.path = _checked(path)
         _need_matplotlib()
         self._fit, self._title = fit, title
-        self._forecast: Forecast | None = None
-        self._verdicts: list[tuple[int, float, float, float]] = []
-        self._every, self._seen = 1, 0
-        self._events: dict[tuple[str, int], Event] = {}
-
-    def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
-        """Keep the forecast; nothing is written yet."""
-        self._forecast = forecast
-
-    def verdict(self, verdict: Verdict) -> None:
-        """Keep the verdict, or every second, fourth, ... one once there are many."""
-        self._seen += 1
-        if self._seen % self._every and not verdict.events:
-            return
-        while self._verdicts and self._verdicts[-1][0] >= verdict.step:  # The run went back.
-            self._verdicts.pop()
-        self._verdicts.append((verdict.step, verdict.loss, verdict.statistic, verdict.threshold))
-        if len(self._verdicts) > KEPT_VERDICTS:
-            self._verdicts, self._every = self._verdicts[::2], 2 * self._every
-
-    def event(self, event: Event, *, step: int) -> None:
-        """Keep the latest state of the event."""
-        self._events[event.kind, event.detected] = event
-
-    def flush(self) -> None:
-        """Nothing is buffered for a file."""
 
     def close(self) -> None:
         """Write the report."""
-        if self._forecast is not None and self._verdicts:
-            record = self.record()
-            write_report(self.path, self._forecast, record, fit=self._fit, title=self._title)
-
-    def record(self) -> RunRecord:
-        """Return what was kept so far."""
-        step, loss, statistic, threshold = np.array(self._verdicts or np.zeros((0, 4)), dtype=np.float64).T
-        return RunRecord(
-            step=step.astype(np.int64),
-            loss=loss,
-            statistic=statistic,
-            threshold=threshold,
-            events=tuple(self._events.values()),
-        )
+        if self._forecast is None or not self._verdicts:
+            return
+        notes = ()
+        if self._resumed is not None:
+            length = max(1, round(self._forecast.plan.total_steps / STRETCHES))
+            notes = (f"up to step {self._resumed:,}, before a resume, losses are means of {length:,} steps",)
+        write_report(self.path, self._forecast, self.record(), fit=self._fit, title=self._title, notes=notes)
 
 
 def write_report(
@@ -153,8 +123,7 @@ def report_command(args: argparse.Namespace) -> int:
     forecast, log, notes = open_log(args, fit, args.log)
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
-    kept = ReportSink(args.output)
-    kept.close = lambda: None  # The report of the whole log follows; this sink only keeps the statistic.
+    kept = RecordSink()
     print(f"judging {len(log.step):,} steps ...", file=sys.stderr)
     result = replay(
         forecast, log.rows(with_channels=False), sinks=[kept], log_every_n_steps=max(1, len(log.step) // KEPT_VERDICTS)

@@ -9,6 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from trajectory_guard.forecast import Forecast
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
+from trajectory_guard.report import ReportSink
 
 STEPS = 30
 
@@ -35,7 +37,9 @@ class Job:
     accumulation: int = 2
     stop_after: int = STEPS
     nan_at: int = 0
+    fails_at: int = 0
     actions: dict = field(default_factory=dict)
+    report: Path | None = None
     resume: bool = False
     save_at: int = 0
     state: dict | None = None
@@ -46,6 +50,8 @@ class Job:
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of the micro-batch of this index, 0-based over the whole run, of this rank."""
+        if self.fails_at and index // self.accumulation + 1 == self.fails_at:
+            raise ArithmeticError("the data cannot be read")
         generator = torch.Generator().manual_seed(1000 * index + self.rank)
         x = torch.randn(8, 3, generator=generator)
         y = x.sum(dim=1, keepdim=True) + torch.randn(8, 1, generator=generator)
@@ -124,7 +130,9 @@ def _loop(job: Job, model: Line, net: torch.nn.Module) -> Outcome:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch, verdicts, first = None, [], 1
     if job.watched:
-        watch = LossIntake(TrajectoryGuard(make_forecast(), actions=job.actions), average_ranks=job.ranks > 1)
+        sinks = [ReportSink(job.report)] if job.report else []
+        guard = TrajectoryGuard(make_forecast(), actions=job.actions, sinks=sinks)
+        watch = LossIntake(guard, average_ranks=job.ranks > 1)
         verdicts = recorded(watch.guard)
     if job.resume:
         saved = torch.load(job.folder / "raw.pt", weights_only=True)
@@ -135,24 +143,23 @@ def _loop(job: Job, model: Line, net: torch.nn.Module) -> Outcome:
     elif job.state is not None and watch:
         watch.load_state_dict(job.state)
     step = first - 1
-    for step in range(first, job.stop_after + 1):
-        for micro in range(job.accumulation):
-            loss = net(*job.micro_batch((step - 1) * job.accumulation + micro))
-            (loss / job.accumulation).backward()
+    with watch or nullcontext():
+        for step in range(first, job.stop_after + 1):
+            for micro in range(job.accumulation):
+                loss = net(*job.micro_batch((step - 1) * job.accumulation + micro))
+                (loss / job.accumulation).backward()
+                if watch:
+                    watch.add(loss)
+            optimizer.step()
+            optimizer.zero_grad()
             if watch:
-                watch.add(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if watch:
-            watch.end_step(step)
-            if watch.should_stop:
-                break
-        if step == job.save_at:
-            content = {"model": model.state_dict(), "step": step, "guard": watch.state_dict() if watch else None}
-            torch.save(content, job.folder / "raw.pt")
-    state = watch.state_dict() if watch else None
-    if watch:
-        watch.close()
+                watch.end_step(step)
+                if watch.should_stop:
+                    break
+            if step == job.save_at:
+                content = {"model": model.state_dict(), "step": step, "guard": watch.state_dict() if watch else None}
+                torch.save(content, job.folder / "raw.pt")
+        state = watch.state_dict() if watch else None
     return outcome(model, watch.guard if watch else None, verdicts, step, state)
 
 
@@ -182,7 +189,9 @@ def run_lightning(job: Job) -> Outcome:
             self.final = self.state_dict()
             super().on_train_end(trainer, pl_module)
 
-    watch = Keep(make_forecast(), actions=job.actions, console=False) if job.watched else None
+    watch = None
+    if job.watched:
+        watch = Keep(make_forecast(), actions=job.actions, report_path=job.report, console=False)
     if watch is not None and job.state is not None:
         watch.load_state_dict(job.state)
     saves = ModelCheckpoint(job.folder, every_n_train_steps=job.save_at or 10**6, filename="{step}", save_top_k=-1)
@@ -212,7 +221,7 @@ def run_lightning(job: Job) -> Outcome:
 def run_fabric(job: Job) -> Outcome:
     """A Fabric loop."""
     from lightning.fabric import Fabric
-    from trajectory_guard.integrations.fabric import watch_fabric
+    from trajectory_guard.integrations.fabric import GuardConfig, watch_fabric
 
     fabric = Fabric(accelerator="cpu", devices=job.ranks, strategy="ddp" if job.ranks > 1 else "auto")
     fabric.launch()
@@ -220,7 +229,8 @@ def run_fabric(job: Job) -> Outcome:
     model, optimizer = fabric.setup(line, torch.optim.SGD(line.parameters(), lr=0.01))
     watch, verdicts = None, []
     if job.watched:
-        watch = watch_fabric(fabric, make_forecast(), actions=job.actions, accumulation=job.accumulation, console=False)
+        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        watch = watch_fabric(fabric, config, accumulation=job.accumulation)
         verdicts = recorded(watch.guard)
         if job.state is not None:
             watch.load_state_dict(job.state)
@@ -228,24 +238,23 @@ def run_fabric(job: Job) -> Outcome:
     if job.resume:
         fabric.load(job.folder / "fabric.ckpt", content)
     step = 0
-    for step in range(int(content["step"]) + 1, job.stop_after + 1):
-        for micro in range(job.accumulation):
-            with fabric.no_backward_sync(model, enabled=micro + 1 < job.accumulation):
-                loss = model(*job.micro_batch((step - 1) * job.accumulation + micro))
-                fabric.backward(loss / job.accumulation)
+    with watch or nullcontext():
+        for step in range(int(content["step"]) + 1, job.stop_after + 1):
+            for micro in range(job.accumulation):
+                with fabric.no_backward_sync(model, enabled=micro + 1 < job.accumulation):
+                    loss = model(*job.micro_batch((step - 1) * job.accumulation + micro))
+                    fabric.backward(loss / job.accumulation)
+                if watch:
+                    watch.add(loss)
+            optimizer.step()
+            optimizer.zero_grad()
             if watch:
-                watch.add(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if watch:
-            watch.end_step(step)
-            if watch.should_stop:
-                break
-        if step == job.save_at:
-            fabric.save(job.folder / "fabric.ckpt", {**content, "step": step})
-    state = watch.state_dict() if watch else None
-    if watch:
-        watch.close()
+                watch.end_step(step)
+                if watch.should_stop:
+                    break
+            if step == job.save_at:
+                fabric.save(job.folder / "fabric.ckpt", {**content, "step": step})
+        state = watch.state_dict() if watch else None
     return outcome(line, watch.guard if watch else None, verdicts, step, state)
 
 
@@ -253,7 +262,7 @@ def run_accelerate(job: Job) -> Outcome:
     """An Accelerator's loop."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
-    from trajectory_guard.integrations.accelerate import AcceleratorWatch
+    from trajectory_guard.integrations.accelerate import AcceleratorWatch, GuardConfig
 
     AcceleratorState._reset_state(reset_partial_state=job.ranks == 1)
     GradientState._reset_state()
@@ -262,7 +271,8 @@ def run_accelerate(job: Job) -> Outcome:
     model, optimizer = accelerator.prepare(line, torch.optim.SGD(line.parameters(), lr=0.01))
     watch, verdicts = None, []
     if job.watched:
-        watch = AcceleratorWatch(accelerator, make_forecast(), actions=job.actions, console=False)
+        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        watch = AcceleratorWatch(accelerator, config)
         verdicts = recorded(watch.guard)
         if job.state is not None:
             watch.load_state_dict(job.state)
@@ -271,29 +281,28 @@ def run_accelerate(job: Job) -> Outcome:
         accelerator.load_state(str(job.folder / "accelerate"))
         first = job.save_at
     steps = first
-    for index in range(first * job.accumulation, job.stop_after * job.accumulation):
-        with accelerator.accumulate(model):
-            loss = model(*job.micro_batch(index))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        if watch:
-            watch.observe(loss)
-        steps = (index + 1) // job.accumulation
-        if watch and watch.should_stop:
-            break
-        if accelerator.sync_gradients and steps == job.save_at and not job.resume:
-            accelerator.save_state(str(job.folder / "accelerate"))
-    state = watch.state_dict() if watch else None
-    if watch:
-        watch.close()
+    with watch or nullcontext():
+        for index in range(first * job.accumulation, job.stop_after * job.accumulation):
+            with accelerator.accumulate(model):
+                loss = model(*job.micro_batch(index))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if watch:
+                watch.observe(loss)
+            steps = (index + 1) // job.accumulation
+            if watch and watch.should_stop:
+                break
+            if accelerator.sync_gradients and steps == job.save_at and not job.resume:
+                accelerator.save_state(str(job.folder / "accelerate"))
+        state = watch.state_dict() if watch else None
     return outcome(line, watch.guard if watch else None, verdicts, steps, state)
 
 
 def run_transformers(job: Job) -> Outcome:
     """A Transformers Trainer."""
     from accelerate.state import AcceleratorState, GradientState
-    from trajectory_guard.integrations.transformers import watch_trainer
+    from trajectory_guard.integrations.transformers import GuardConfig, watch_trainer
     from transformers import Trainer, TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=job.ranks == 1)
@@ -342,7 +351,8 @@ def run_transformers(job: Job) -> Outcome:
     trainer = InOrder(model, arguments, train_dataset=Data())
     watch = None
     if job.watched:
-        watch = watch_trainer(trainer, make_forecast(), actions=job.actions, console=False)
+        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        watch = watch_trainer(trainer, config)
         opened = watch._open
 
         def open_and_keep():

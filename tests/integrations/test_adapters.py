@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,33 @@ def test_a_nan_stops_the_run_cleanly_at_its_step(name: str, tmp_path: Path):
     result = ADAPTERS[name](Job(folder=tmp_path, nan_at=5, actions={"critical": "stop"}))
     assert result.steps == 5
     assert [(e.kind, e.detected) for e in result.guard.events] == [("non_finite", 5)]
+
+
+@pytest.mark.parametrize("end", ["last step", "flag", "exception"])
+def test_a_report_is_there_when_the_run_ends_is_stopped_or_fails(name: str, end: str, tmp_path: Path):
+    path = tmp_path / "report.html"
+    job = Job(folder=tmp_path, report=path, actions={"critical": "stop"}, stop_after=20)
+    if end == "exception":
+        job.fails_at = 13
+        with pytest.raises(ArithmeticError):
+            ADAPTERS[name](job)
+    else:
+        job.nan_at = 5 if end == "flag" else 0
+        assert ADAPTERS[name](job).steps == (5 if end == "flag" else 20)
+    page = path.read_text()
+    # A loader may fetch one step ahead, and then fails a step earlier.
+    reached = {"last step": "20", "flag": "5", "exception": "1[12]"}[end]
+    assert re.search(rf"\b{reached} of 30 steps", page)
+    assert ("CRITICAL non_finite" in page) == (end == "flag")
+
+
+def test_a_report_after_a_resume_shows_the_whole_run(name: str, tmp_path: Path):
+    ADAPTERS[name](Job(folder=tmp_path, save_at=10, nan_at=7, stop_after=14))
+    path = tmp_path / "report.html"
+    ADAPTERS[name](Job(folder=tmp_path, save_at=10, nan_at=7, stop_after=20, resume=True, report=path))
+    page = path.read_text()
+    assert "up to step 10, before a resume, losses are means" in page
+    assert "CRITICAL non_finite" in page and "20 of 30 steps" in page
 
 
 def test_a_resumed_run_gives_the_verdicts_and_the_state_of_one_that_never_stopped(name: str, tmp_path: Path):

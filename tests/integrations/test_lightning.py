@@ -22,6 +22,7 @@ from trajectory_guard.forecast import Forecast
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.sinks.jsonl import read_events
+from trajectory_guard.sinks.tensorboard import TensorBoardSink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -354,7 +355,7 @@ def test_a_checkpoint_without_this_guards_state_is_said(tmp_path: Path, capsys: 
     fit(tmp_path, Watch(make_forecast()), callbacks=[saves], enable_checkpointing=True, max_steps=10)
     with pytest.warns(UserWarning, match="Watch|TrajectoryGuardCallback"):
         fit(tmp_path, Watch(make_forecast(), name="renamed"), ckpt=str(tmp_path / "step=10.ckpt"), max_steps=12)
-    assert "no state under 'TrajectoryGuardCallback[renamed]'" in capsys.readouterr().out
+    assert "no state of 'renamed'" in capsys.readouterr().out
 
 
 def test_the_action_checkpoint_saves_one(tmp_path: Path):
@@ -443,6 +444,10 @@ def test_lightning_cli_builds_the_callback_from_yaml(tmp_path: Path, monkeypatch
                 schedule: {{shape: linear, warmup: 0.03}}
                 actions: {{critical: [checkpoint, stop], warning: warn}}
                 events_path: {tmp_path}/events.jsonl
+                report_path: {tmp_path}/report.html
+                sinks:
+                  - class_path: trajectory_guard.sinks.tensorboard.TensorBoardSink
+                    init_args: {{target: {tmp_path}/board, name: yaml}}
         """
     )
     given = {"args": ["--config", str(config)], "save_config_callback": None, "seed_everything_default": False}
@@ -450,6 +455,8 @@ def test_lightning_cli_builds_the_callback_from_yaml(tmp_path: Path, monkeypatch
     (watch,) = [c for c in cli.trainer.callbacks if isinstance(c, TrajectoryGuardCallback)]
     assert watch._config.actions == {"critical": ["checkpoint", "stop"], "warning": "warn"}
     assert watch._config.schedule == LRSchedule(shape="linear", warmup=0.03)
+    assert watch._config.report_path == f"{tmp_path}/report.html"
+    assert [(type(sink), sink.name) for sink in watch._config.sinks] == [(TensorBoardSink, "yaml")]
 
 
 def test_the_pytorch_lightning_package_works_as_well(tmp_path: Path):
