@@ -14,7 +14,7 @@ _STYLE = """
   --card: #202327; --bad: #f0884a; --good: #45c2a0;
   --blue: #3f9fdc; } }
 @media print { :root { color-scheme: light; --paper: #ffffff; --ink: #000000; --dim: #444444; --grid: #cccccc;
-  --card: #ffffff; --bad: #8a3600; --good: #004d3b; --blue: #0072b2; } section, tr, figure { break-inside: avoid; } }
+  --card: #ffffff; --bad: #8a3600; --good: #004d3b; --blue: #0072b2; } }
 body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto;
   max-width: 1240px; padding: 20px 24px 48px; }
 h1 { font-size: 23px; margin: 0 0 4px; overflow-wrap: anywhere; }
@@ -31,6 +31,12 @@ th { text-align: left; color: var(--dim); font-weight: 600; } th, td { padding: 
   border-bottom: 1px solid var(--grid); } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: var(--card); border: 1px solid var(--grid); border-radius: 6px; padding: 10px 12px; overflow-x: auto;
   font-size: 12.5px; } summary { cursor: pointer; color: var(--dim); margin: 8px 0; } ul { margin: 6px 0; }
+@page { margin: 12mm; }
+@media print { body { padding: 0; font-size: 12px; } h1 { font-size: 18px; } .verdict { font-size: 14px; }
+  h2 { font-size: 15px; margin: 14px 0 6px; break-after: avoid; } dt, figcaption, table { font-size: 11px; }
+  dl.facts { grid-template-columns: repeat(3, 1fr); gap: 6px; margin: 8px 0; } dl.facts div { padding: 4px 8px; }
+  dd { font-size: 12.5px; } figure svg { max-height: 130mm; } details { display: none; }
+  tr, figure, dl.facts div { break-inside: avoid; } }
 """
 
 

@@ -1,7 +1,9 @@
-"""Draw TensorBoard's Custom Scalars tab of a log folder in headless Chromium, as a PNG.
+"""Draw a tab of TensorBoard or a report in headless Chromium, as a PNG of 1400 x 900, or a report as printed, as PDF.
 
-python tests/tensorboard_screenshot.py LOGDIR picture.png
-python tests/tensorboard_screenshot.py --demo picture.png    # a made-up run with an excursion
+python tests/screenshots.py LOGDIR picture.png --tab scalars
+python tests/screenshots.py --demo picture.png               # a made-up run with an excursion
+python tests/screenshots.py report.html picture.png --theme dark --height 3400
+python tests/screenshots.py report.html printed.pdf
 """
 
 import argparse
@@ -20,6 +22,8 @@ import urllib.request
 from pathlib import Path
 
 WIDTH, HEIGHT = 1400, 900
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars")
+QUIET += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -54,7 +58,33 @@ def write_demo(folder: Path) -> None:
             guard.observe(step, loss, channels={"grad_norm": 0.3 * math.exp(noise.gauss(0.0, 0.2))})
 
 
-def screenshot(logdir: Path, picture: Path, *, browser: str, tab: str = "custom_scalars", wait_s: float = 90.0) -> None:
+def draw_page(
+    url: str, picture: Path, *, browser: str, theme: str = "light", height: int = HEIGHT, wait_s: float = 90.0
+) -> None:
+    """Open a page and save what it shows as PNG, or as it prints where `picture` ends in `.pdf`."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, *QUIET, f"--window-size={WIDTH},{height}", f"--user-data-dir={profile}"]
+        command += [f"--blink-settings=preferredColorScheme={int(theme == 'light')}"]
+        # Virtual time runs on while requests are open, so charts are drawn when it is spent.
+        command += ["--virtual-time-budget=30000"]
+        if picture.suffix == ".pdf":
+            command += ["--no-pdf-header-footer", f"--print-to-pdf={picture.resolve()}"]
+        else:
+            command += [f"--screenshot={picture.resolve()}"]
+        subprocess.run(
+            [*command, url], check=True, timeout=wait_s, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+
+def draw_tab(
+    logdir: Path,
+    picture: Path,
+    *,
+    browser: str,
+    tab: str = "custom_scalars",
+    height: int = HEIGHT,
+    wait_s: float = 90.0,
+) -> None:
     """Serve `logdir` with TensorBoard, open `tab` in a headless browser and save what it shows."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -67,14 +97,7 @@ def screenshot(logdir: Path, picture: Path, *, browser: str, tab: str = "custom_
     )
     try:
         _wait_until_served(f"http://127.0.0.1:{port}/data/runs", wait_s)
-        with tempfile.TemporaryDirectory() as profile:
-            command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-            command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-            command += ["--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={profile}"]
-            # Virtual time runs on while requests are open, so the charts are drawn when it is spent.
-            command += ["--virtual-time-budget=30000", f"--screenshot={picture.resolve()}"]
-            command += [f"http://127.0.0.1:{port}/#{tab}"]
-            subprocess.run(command, check=True, timeout=wait_s, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        draw_page(f"http://127.0.0.1:{port}/#{tab}", picture, browser=browser, height=height, wait_s=wait_s)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(timeout=30)
@@ -96,21 +119,26 @@ def _wait_until_served(url: str, wait_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logdir", nargs="?", type=Path)
+    parser.add_argument("source", nargs="?", type=Path, help="log folder, or report (.html)")
     parser.add_argument("picture", type=Path)
     parser.add_argument("--demo", action="store_true", help="log a made-up run first")
     parser.add_argument("--tab", default="custom_scalars", help="custom_scalars, timeseries, scalars or text")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="of a report")
+    parser.add_argument("--height", type=int, default=HEIGHT)
     arguments = parser.parse_args()
     browser = find_browser()
     if browser is None:
         sys.exit(f"no browser found; install one of {', '.join(CHROMIUM)}")
-    with tempfile.TemporaryDirectory() as folder:
-        logdir = arguments.logdir
-        if arguments.demo or logdir is None:
-            logdir = Path(folder)
-            write_demo(logdir)
-        screenshot(logdir, arguments.picture, browser=browser, tab=arguments.tab)
-    print(arguments.picture)
+    source, picture, height = arguments.source, arguments.picture, arguments.height
+    if source is not None and source.suffix == ".html":
+        draw_page(source.resolve().as_uri(), picture, browser=browser, theme=arguments.theme, height=height)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.demo or source is None:
+                source = Path(folder)
+                write_demo(source)
+            draw_tab(source, picture, browser=browser, tab=arguments.tab, height=height)
+    print(picture)
 
 
 if __name__ == "__main__":
