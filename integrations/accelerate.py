@@ -1,7 +1,7 @@
 """Accelerate: an intake for a loop written with an Accelerator.
 
     watch = AcceleratorWatch(accelerator, GuardConfig("fit.json", "plan.json", report_path="report.html"))
-    with watch:                                       # judges what is on its way and writes the report, at a failure too
+    with watch:                                       # judges the last steps and writes the report, at a failure too
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(batch)

@@ -1,7 +1,7 @@
 """Fabric: an intake for a loop written with Lightning Fabric.
 
     watch = watch_fabric(fabric, GuardConfig("fit.json", "plan.json", report_path="report.html"))
-    with watch:                                   # judges what is on its way and writes the report, at a failure too
+    with watch:                                   # judges the last steps and writes the report, at a failure too
         for step in range(1, steps + 1):
             for batch in micro_batches:
                 watch.add(loss.detach())          # the undivided loss of a micro-batch

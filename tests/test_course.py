@@ -1,5 +1,6 @@
 """Outlook and calibration of a guard: the loss to expect from what was seen."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -16,6 +17,20 @@ def forecast(request: pytest.FixtureRequest) -> Forecast:
     )
     g = np.linspace(0.01, 1, 100)
     return Forecast(plan, progress=g, loss=1 + g**-0.2, half_widths={0.8: 0.01, 0.95: 0.02})
+
+
+def test_a_run_that_is_made_longer_at_a_resume_goes_on_with_a_new_course(forecast: Forecast) -> None:
+    guard = TrajectoryGuard(forecast)
+    for step, loss in enumerate(losses_of(forecast, 1500, off=0.0), start=1):
+        guard.observe(step, loss)
+    plan = dataclasses.replace(forecast.plan, total_steps=3000)
+    g = np.linspace(0.01, 1, 100)
+    longer = TrajectoryGuard(Forecast(plan, progress=g, loss=1 + g**-0.2, half_widths={0.8: 0.01}))
+    longer.load_state_dict(guard.state_dict())
+    for step in range(1501, 3001):
+        longer.observe(step, 1.01 * float(longer.forecast.loss(step)))
+    seen = longer.outlook()
+    assert seen is not None and seen.recent_percent == pytest.approx(1.0, abs=0.01)
 
 
 def losses_of(forecast: Forecast, last: int, off: float) -> np.ndarray:

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trajectory_guard.detect.events import Severity
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import load_fit
+from trajectory_guard.forecast import Forecast
+from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.manifest import read_manifest
 from trajectory_guard.plan import RunPlan
@@ -166,3 +169,37 @@ def test_a_manifest_with_one_wrong_line_reads_or_says_why(tmp_path, line, junk, 
         read_manifest(tmp_path / "m.toml")
     except TrajectoryGuardError as error:
         assert "m.toml" in str(error)
+
+
+@pytest.fixture(scope="module")
+def guard_state() -> dict[str, Any]:
+    """The state of a guard in the middle of a run with a NaN, a jump and a channel, as it went through JSON."""
+    guard = silent_guard()
+    for step in range(1, 701):
+        loss = float("nan") if step == 30 else 2.0 + 0.01 * (step % 7) + 0.3 * (step > 650)
+        guard.observe(step, loss, channels={"grad_norm": 1.0 + 0.1 * (step % 5)})
+    assert guard.open_events
+    return json.loads(json.dumps(guard.state_dict(), allow_nan=False))
+
+
+def silent_guard() -> TrajectoryGuard:
+    plan = RunPlan(total_steps=900, tokens_per_step=64, active_params=1e4, schedule=LRSchedule(shape="linear"))
+    forecast = Forecast(plan, progress=[0.02, 1.0], loss=[2.1, 2.0], half_widths={0.8: 0.05, 0.95: 0.1})
+    return TrajectoryGuard(forecast, actions={severity: () for severity in Severity})
+
+
+@RELAXED
+@given(data=st.data())
+def test_a_guard_state_with_one_wrong_value_goes_on_or_says_why(guard_state, data):
+    where = data.draw(st.sampled_from(places(guard_state)))
+    changed = removed(guard_state, where) if data.draw(st.booleans()) else replaced(guard_state, where, data.draw(JUNK))
+    guard = silent_guard()
+    # What a detector cannot use switches it off, with a message; what the guard itself cannot use is refused.
+    try:
+        guard.load_state_dict(changed)
+        with np.errstate(all="ignore"):
+            for step in (701, 702, 705, 640):
+                assert guard.observe(step, 2.0, channels={"grad_norm": 1.0}).step == step
+            guard.state_dict()
+    except TrajectoryGuardError:
+        pass

@@ -586,6 +586,11 @@ def test_sinks_learn_that_a_run_was_resumed():
         lambda state: state.update(format="other"),
         lambda state: state.pop("watcher"),
         lambda state: state["watcher"]["judge"].pop("level"),
+        lambda state: state["watcher"]["onlookers"].update(last_step="900"),
+        lambda state: state["watcher"].update(channels="x"),
+        lambda state: state["watcher"]["course"]["counts"].pop(),
+        lambda state: state["watcher"]["course"].update(at=200),
+        lambda state: state.update(next_log=math.inf),
         lambda state: state["events"].append({"kind": "x"}),
     ],
 )

@@ -1,7 +1,9 @@
 """Course: how a run has stood to its forecast so far, in a few hundred numbers; for outlook and calibration."""
 
 import math
+from collections.abc import Mapping
 from math import log
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,17 @@ class Course(PlainState):
         self.end = 0
         self.count = 0
         self.log_ratio = 0.0
+
+    def load_state(self, content: Mapping[str, Any]) -> None:
+        """See `PlainState.load_state`. The stretches of a plan of another length are not those of this one: they go."""
+        total_steps = self.total_steps
+        super().load_state(content)
+        if len(self.counts) != STRETCHES or len(self.log_ratios) != STRETCHES or self.at not in range(STRETCHES):
+            raise ValueError(f"a course has {STRETCHES} stretches")
+        if not all(isinstance(value, (int, float)) for value in [*self.counts, *self.log_ratios]):
+            raise ValueError("the stretches of a course are numbers")
+        if self.total_steps != total_steps:
+            Course.__init__(self, total_steps)
 
     def add(self, step: int, loss: float, expected: float) -> None:
         """Take one finite, positive loss at a step that has a forecast; steps only rise, but for `go_back`."""

@@ -252,7 +252,7 @@ class TrajectoryGuard:
             self._next_log = int(state["next_log"])
             self._actions.stop = bool(state["should_stop"])
             self._actions.checkpoint = bool(state["checkpoint_requested"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise TrajectoryGuardError(f"the guard state is damaged ({error}); start the guard anew") from error
         self._started = False
 

@@ -166,7 +166,21 @@ def test_tokens_only_log_gets_its_steps_from_the_plan(tmp_path: Path) -> None:
     assert [(row.step, row.tokens) for row in rows] == [(1, 10.0), (5, 50.0), (6, 80.0)]
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "offset": None, "held": 3}])
+WHOLE = {"version": 1, "offset": None, "held": None, "recent": [], "skipped": 0, "tail": None}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        True,
+        {"version": 2},
+        {"version": 1, "offset": None, "held": 3},
+        {**WHOLE, "held": {"step": "nan", "loss": 3.0}},
+        {**WHOLE, "held": {"loss": 3.0}},
+        {**WHOLE, "skipped": math.inf},
+    ],
+)
 def test_damaged_state_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(TrajectoryGuardError, match="state"):
         LogFollower(tmp_path / "log.csv").load_state_dict(state)

@@ -275,9 +275,7 @@ def test_a_run_of_a_million_steps_is_thinned_by_steps_and_never_at_events(tmp_pa
     table = forecast(total_steps=1_000_000)
     sink = TensorBoardSink(tmp_path)
     sink.start(table, resumed_step=None)
-    flagged = Event(
-        kind="spike", severity=Severity.WARNING, state="open", onset=1, detected=1, sentence="3 of 5 steps"
-    )
+    flagged = Event(kind="spike", severity=Severity.WARNING, state="open", onset=1, detected=1, sentence="3 of 5 steps")
     at_events = {step: dataclasses.replace(flagged, detected=step) for step in (200_013, 200_014, 777_777)}
     for step in sorted([*range(50, 1_000_001, 50), *at_events]):
         given = verdict(step, table)

@@ -43,7 +43,7 @@ class PlainState:
         """Take over a state that `state` returned.
 
         Raises:
-            ValueError: names are missing or unknown; nothing is changed then.
+            ValueError: names are missing or unknown, or a value is of another type than the detector's own.
         """
         if set(content) != set(self.__slots__):
             raise ValueError(
@@ -51,6 +51,8 @@ class PlainState:
             )
         for name, value in content.items():
             own = getattr(self, name)
+            if not _alike(own, value):
+                raise ValueError(f"{name!r} of {type(self).__name__} cannot be {value!r:.80}")
             if value is None:
                 setattr(self, name, math.nan)
             elif isinstance(own, PlainState):
@@ -61,3 +63,13 @@ class PlainState:
                 setattr(self, name, dict(value))
             else:
                 setattr(self, name, value)
+
+
+def _alike(own: Any, value: Any) -> bool:
+    """Whether a value read from a state may take the place of a detector's own one."""
+    if isinstance(own, PlainState):
+        return isinstance(value, Mapping)
+    if isinstance(own, (bool, str, list, dict)):
+        return isinstance(value, (list, tuple) if isinstance(own, list) else type(own))
+    # A number; what is not known is None.
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

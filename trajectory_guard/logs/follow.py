@@ -121,6 +121,8 @@ class LogFollower:
         Raises:
             TrajectoryGuardError: the state is of a newer version or damaged.
         """
+        if not isinstance(state, Mapping):
+            raise TrajectoryGuardError(f"follower state must be an object, got {state!r:.80}; delete it to start over")
         if state.get("version") != VERSION:
             raise TrajectoryGuardError(
                 f"follower state has version {state.get('version')!r}, expected {VERSION}; delete it to start over"
@@ -129,12 +131,14 @@ class LogFollower:
             offset, held, tail = state["offset"], state["held"], state["tail"]
             self._offset = None if offset is None else int(offset)
             self._held = None if held is None else {str(name): _in(value) for name, value in held.items()}
+            if self._held is not None and not _placed(self._held):
+                raise ValueError("held")
             self._recent = [(int(step), _in(loss)) for step, loss in state["recent"]][-REMEMBERED:]
             self.skipped = int(state["skipped"])
             if tail is not None:
                 tail = dict(tail)
                 (EventTail if tail["kind"] == "events" else TextTail)(self.path).load_state_dict(tail)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TrajectoryGuardError(f"follower state is damaged ({error!r}); delete it to start over") from error
         self._restored, self._tail = tail, None
 
@@ -166,8 +170,8 @@ class LogFollower:
 
     def _take(self, record: dict[str, float], rows: list[LogRow]) -> None:
         """Merge a record into the step being collected, or close that one first."""
-        axis = find_step(record) or find_tokens(record)
-        if axis is None or not 0 <= record[axis] <= MAX_COUNT:
+        axis = _placed(record)
+        if axis is None:
             self.skipped += 1
             return
         if self._held is not None:
@@ -208,6 +212,12 @@ class LogFollower:
             tokens=None if tokens_name is None else record[tokens_name],
             channels={name: value for name, value in record.items() if name not in taken},
         )
+
+
+def _placed(record: Mapping[str, float]) -> str | None:
+    """The name under which a record says where it belongs, if what it says is possible."""
+    axis = find_step(record) or find_tokens(record)
+    return axis if axis is not None and 0 <= record[axis] <= MAX_COUNT else None
 
 
 def _same(row: LogRow, seen: tuple[int, float]) -> bool:
