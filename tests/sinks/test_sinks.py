@@ -62,6 +62,12 @@ def test_an_event_is_one_line_with_severity_step_and_rollback():
     assert event_line(event(state="closed", closed=1900), 1900).startswith("-- closed at step 1,900")
 
 
+def test_an_event_of_one_step_is_told_by_its_severity_and_not_as_closed():
+    moment = {"state": "closed", "closed": 567}
+    assert event_line(event(**moment), 567).startswith("!! WARNING at step 567:")
+    assert event_line(event(severity=Severity.INFO, **moment), 567).startswith("-- note at step 567:")
+
+
 def test_a_rollback_that_the_sentence_names_is_not_said_twice():
     line = event_line(event(rollback_step=1000, sentence="the loss has risen; roll back to step 1000."), 1200)
     assert line == "!! WARNING at step 1,200: the loss has risen; roll back to step 1000."

@@ -106,10 +106,11 @@ def event_line(event: Event, step: int) -> str:
         >>> print(event_line(event, 9))
         !! WARNING at step 9: 3 of 5 steps are more than 5 sigma above the forecast. Roll back to step 5.
     """
-    mark = "note" if event.severity == Severity.INFO else event.severity.name
-    if event.state == "closed":
+    if event.state == "closed" and event.closed != event.detected:
         return f"-- closed at step {event.closed or step:,}: {event.sentence}"
-    return f"!! {mark} at step {step:,}: {event.sentence}{rollback_words(event)}"
+    if event.severity == Severity.INFO:
+        return f"-- note at step {step:,}: {event.sentence}"
+    return f"!! {event.severity.name} at step {step:,}: {event.sentence}{rollback_words(event)}"
 
 
 def rollback_words(event: Event) -> str:
