@@ -1,5 +1,6 @@
 import pytest
 
+from trajectory_guard.channel import ChannelSeries
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.ladder import Ladder, Rung
@@ -35,6 +36,17 @@ def test_no_rung_is_refused():
 def test_a_rung_without_a_log_is_refused():
     with pytest.raises(TrajectoryGuardError, match="'a' has no loss curve"):
         Rung(name="a", plan=rung("a").plan, curves=())
+
+
+def test_every_seed_and_every_rung_carries_the_same_channels():
+    plain = rung("a")
+    series = (ChannelSeries(step=[1, 2], value=[0.5, 0.4]),)
+    norm = Rung(name="b", plan=rung("b", 20).plan, curves=plain.curves, channels={"grad_norm": series})
+    assert Ladder(rungs=(norm,)).channels == ("grad_norm",)
+    with pytest.raises(TrajectoryGuardError, match=r"'a' and 'b' carry other channels: \[\] and \['grad_norm'\]"):
+        Ladder(rungs=(plain, norm))
+    with pytest.raises(TrajectoryGuardError, match="channel 'grad_norm' has 2 series for 1 loss curves"):
+        Rung(name="b", plan=plain.plan, curves=plain.curves, channels={"grad_norm": series * 2})
 
 
 def test_equal_names_are_refused():

@@ -28,6 +28,8 @@ def test_the_public_names_are_these() -> None:
     import trajectory_guard
 
     assert trajectory_guard.__all__ == [
+        "ChannelCourse",
+        "ChannelSeries",
         "DelphiFit",
         "DivergenceError",
         "Event",

@@ -12,7 +12,7 @@ ROOMS = (
     # What names nothing of ours but events, and the errors that carry one.
     ("_version", "detect.events", "detect.", "errors", "files", "conventions"),
     # The run and what it should be.
-    ("lr_schedule", "recipe", "planned", "curve", "observation"),
+    ("lr_schedule", "recipe", "planned", "curve", "channel", "observation"),
     ("plan",),
     ("ladder", "logs."),
     ("manifest", "forecast"),

@@ -3,6 +3,7 @@
 from pathlib import Path as _Path
 
 from trajectory_guard._version import __version__
+from trajectory_guard.channel import ChannelCourse, ChannelSeries
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import DivergenceError, TrajectoryGuardError
@@ -17,6 +18,8 @@ from trajectory_guard.planned import PlannedChange
 from trajectory_guard.recipe import Recipe
 
 __all__ = [
+    "ChannelCourse",
+    "ChannelSeries",
     "DelphiFit",
     "DivergenceError",
     "Event",

@@ -1,8 +1,10 @@
 """Rung and Ladder: finished runs that may be fitted together."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from trajectory_guard.channel import ChannelSeries
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.plan import RunPlan
@@ -22,6 +24,10 @@ class Rung:
         name: how messages and reports call it.
         plan: size, horizon, schedule and recipe it was trained with.
         curves: one loss curve per seed.
+        channels: name of another scalar, such as `grad_norm` -> one series per seed.
+
+    Raises:
+        TrajectoryGuardError: no curve, or a channel that is not given for every seed.
 
     Example:
         >>> from trajectory_guard.lr_schedule import LRSchedule
@@ -33,10 +39,17 @@ class Rung:
     name: str
     plan: RunPlan
     curves: tuple[LossCurve, ...]
+    channels: Mapping[str, tuple[ChannelSeries, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.curves:
             raise TrajectoryGuardError(f"rung {self.name!r} has no loss curve; give it at least one log")
+        for name, series in self.channels.items():
+            if len(series) != len(self.curves):
+                raise TrajectoryGuardError(
+                    f"rung {self.name!r}: channel {name!r} has {len(series)} series for {len(self.curves)} loss "
+                    "curves; give it one per seed"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +60,7 @@ class Ladder:
         rungs: at least one, of one metric, split, tokenizer, FLOP convention and whatever else makes losses comparable.
 
     Raises:
-        TrajectoryGuardError: no rung, two of one name, or recipes whose losses cannot be compared.
+        TrajectoryGuardError: no rung, two of one name, recipes whose losses cannot be compared, or other channels.
     """
 
     rungs: tuple[Rung, ...]
@@ -70,6 +83,11 @@ class Ladder:
                     f"rungs {names[0]!r} and {rung.name!r} cannot stand in one ladder, their losses do not compare: "
                     f"{told}. Leave one of them out or correct its plan"
                 )
+            if set(rung.channels) != set(self.rungs[0].channels):
+                raise TrajectoryGuardError(
+                    f"rungs {names[0]!r} and {rung.name!r} carry other channels: {sorted(self.rungs[0].channels)} and "
+                    f"{sorted(rung.channels)}; every rung of a ladder carries the same"
+                )
         object.__setattr__(
             self, "rungs", tuple(sorted(self.rungs, key=lambda rung: (rung.plan.total_flops, rung.name)))
         )
@@ -78,6 +96,11 @@ class Ladder:
     def metric(self) -> str:
         """Name of the loss that every rung logged."""
         return self.rungs[0].plan.metric
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels that every rung carries."""
+        return tuple(sorted(self.rungs[0].channels))
 
     def identity(self) -> dict[str, Any]:
         """Return the identity fields on which every rung agrees; a forecast from this ladder is valid for them."""

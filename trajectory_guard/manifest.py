@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from trajectory_guard.channel import MAX_CHANNELS, ChannelSeries
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.errors import FileFormatError, TrajectoryGuardError
 from trajectory_guard.ladder import Ladder, Rung
-from trajectory_guard.logs.read import read_log
+from trajectory_guard.logs.read import LogRead, read_log
 from trajectory_guard.plan import RunPlan
 
 __all__ = ["ManifestRead", "read_manifest"]
@@ -30,7 +33,14 @@ _PLAN_FIELDS = (
     "metric",
     "split",
 )
-_READ_FIELDS: dict[str, type] = {"metric": str, "unit": str, "axis": str, "run": str, "step_offset": int}
+_READ_FIELDS: dict[str, type] = {
+    "metric": str,
+    "unit": str,
+    "axis": str,
+    "run": str,
+    "step_offset": int,
+    "channels": list,
+}
 
 
 class ManifestRead(NamedTuple):
@@ -45,7 +55,8 @@ def read_manifest(path: str | Path) -> ManifestRead:
 
     `[recipe]` holds for all rungs; `[plan]` and `[read]` hold defaults that a `[[rung]]` may override. A rung's `log`
     is one path, or one entry per seed; an entry that is a list holds the attempts of one run, the latest last. Paths
-    are relative to the manifest. docs/formats.md pins the fields.
+    are relative to the manifest. `read.channels` names other columns of the logs whose courses the fit shall carry.
+    docs/formats.md pins the fields.
 
     Raises:
         FileFormatError: the manifest is missing, not TOML, of a newer version, or has an unknown, missing or wrong
@@ -100,11 +111,13 @@ def _rung(
     for key, value in options.items():
         if not isinstance(value, _READ_FIELDS[key]) or isinstance(value, bool):
             raise FileFormatError(f"{where}: read.{key} must be a {_READ_FIELDS[key].__name__}, got {value!r}")
+    names = _channel_names(where, options.pop("channels", []))
     try:
         plan = RunPlan.from_dict({**fields, "recipe": {**recipe, **own_recipe}})
     except (TrajectoryGuardError, TypeError, ValueError) as error:
         raise FileFormatError(f"{where}: {error}") from error
     curves: list[LossCurve] = []
+    channels: dict[str, list[ChannelSeries]] = {name: [] for name in names}
     for entry in _entries(where, rung.get("log")):
         paths = [file.parent / part for part in entry]
         try:
@@ -122,7 +135,36 @@ def _rung(
         if beyond < 0.98:
             notes.append(f"rung {name!r}, {' + '.join(entry)}: ends at progress {beyond:.3f}; used up to there")
         curves.append(log.curve)
-    return Rung(name=name, plan=plan, curves=tuple(curves))
+        for channel, series in _channels_of(f"{where}: log {entry[-1]}", log, names).items():
+            channels[channel].append(series)
+    return Rung(
+        name=name,
+        plan=plan,
+        curves=tuple(curves),
+        channels={channel: tuple(series) for channel, series in channels.items()},
+    )
+
+
+def _channel_names(where: str, names: list[Any]) -> list[str]:
+    if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise FileFormatError(f"{where}: read.channels must be a list of different column names, got {names!r:.200}")
+    if len(names) > MAX_CHANNELS:
+        raise FileFormatError(f"{where}: read.channels names {len(names)} columns, at most {MAX_CHANNELS} are carried")
+    return names
+
+
+def _channels_of(where: str, log: LogRead, names: list[str]) -> dict[str, ChannelSeries]:
+    missing = [name for name in names if name not in log.channels]
+    if missing:
+        raise FileFormatError(
+            f"{where} has no columns {missing[:20]} as read.channels asks for; beside the loss it has "
+            f"{sorted(log.channels)[:50]}"
+        )
+    found = {}
+    for name in names:
+        known = np.isfinite(log.channels[name])
+        found[name] = ChannelSeries(step=log.step[known], value=log.channels[name][known])  # type: ignore[arg-type]
+    return found
 
 
 def _unit_notes(curve: LossCurve, plan: RunPlan) -> list[str]:
