@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trajectory_guard.channel import ChannelSeries
 from trajectory_guard.curve import LossCurve
 from trajectory_guard.ladder import Ladder, Rung
 from trajectory_guard.lr_schedule import LRSchedule
@@ -59,6 +60,46 @@ def synthetic_rung() -> Callable[..., Rung]:
         return Rung(name=f"n{params:.0f}", plan=plan, curves=tuple(curves))
 
     return build
+
+
+def synthetic_channels(params: float, progress: np.ndarray) -> dict[str, np.ndarray]:
+    """A made-up truth: a gradient norm that triples late in training, and a bias that changes its sign."""
+    size = params / 1e4
+    rise = 1.0 / (1.0 + np.exp(-(progress - 0.6) / 0.03))
+    return {"grad_norm": size**-0.2 * 3.0**rise, "router/bias": 0.5 - progress**0.5 + 0.05 * np.log(size)}
+
+
+@pytest.fixture(scope="session")
+def channel_truth() -> Callable[[float, np.ndarray], dict[str, np.ndarray]]:
+    """What `channel_rung` adds its noise to, by size and progress."""
+    return synthetic_channels
+
+
+@pytest.fixture(scope="session")
+def channel_rung(synthetic_rung: Callable[..., Rung]) -> Callable[..., Rung]:
+    """Factory of rungs that also carry `synthetic_channels`, at a noise of `spread`."""
+
+    def build(params: float = 2e4, *, spread: float = 0.15, **more: object) -> Rung:
+        rung = synthetic_rung(params, noise=0.03, **more)
+        channels: dict[str, list[ChannelSeries]] = {"grad_norm": [], "router/bias": []}
+        for seed, curve in enumerate(rung.curves):
+            noise = spread * np.random.default_rng([seed, round(params), 1]).standard_normal((2, len(curve)))
+            truth = synthetic_channels(params, rung.plan.progress(curve.step))
+            for name, value in (
+                ("grad_norm", truth["grad_norm"] * np.exp(noise[0])),
+                ("router/bias", truth["router/bias"] + noise[1]),
+            ):
+                channels[name].append(ChannelSeries(step=curve.step, value=value))
+        series = {name: tuple(found) for name, found in channels.items()}
+        return Rung(name=rung.name, plan=rung.plan, curves=rung.curves, channels=series)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def channel_ladder(channel_rung: Callable[..., Rung]) -> Ladder:
+    """The sizes of `synthetic_ladder`, with channels."""
+    return Ladder(rungs=tuple(channel_rung(n) for n in (1e4, 1.6e4, 2.5e4, 4e4)))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trajectory_guard.detect.events import Severity
 from trajectory_guard.errors import TrajectoryGuardError
-from trajectory_guard.fit import load_fit
+from trajectory_guard.fit import fit_ladder, load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.guard import TrajectoryGuard
 from trajectory_guard.lr_schedule import LRSchedule
@@ -100,6 +100,28 @@ def test_a_fit_with_one_wrong_value_loads_or_says_why(tmp_path, name, data):
         pass
 
 
+@pytest.fixture(scope="module")
+def fit_with_channels(channel_ladder):
+    return fit_ladder(channel_ladder, "matched-progress").to_dict()
+
+
+@RELAXED
+@given(data=st.data())
+def test_a_fit_with_one_wrong_value_among_its_channels_loads_or_says_why(tmp_path, fit_with_channels, data):
+    where = data.draw(st.sampled_from(places(fit_with_channels["channels"], ("channels",))))
+    out = data.draw(st.booleans())
+    changed = removed(fit_with_channels, where) if out else replaced(fit_with_channels, where, data.draw(JUNK))
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps(changed))
+    try:
+        fit = load_fit(path)
+        courses = fit.forecast(fit.rungs[-1].plan).channels
+        assert all(np.all(np.isfinite(course.value)) for course in courses.values())
+        assert json.loads(json.dumps(fit.to_dict(), allow_nan=False)) == fit.to_dict()
+    except TrajectoryGuardError:
+        pass
+
+
 @RELAXED
 @given(data=st.data())
 def test_a_plan_with_one_wrong_value_loads_or_says_why(tmp_path, data):
@@ -127,6 +149,7 @@ total_steps = 10
 schedule = { shape = "linear", warmup = 0.1 }
 [read]
 unit = "nats"
+channels = ["norm"]
 [[rung]]
 name = "a"
 active_params = 100
@@ -160,7 +183,9 @@ TOML_JUNK = [
 @given(line=st.integers(0, MANIFEST.count("\n") - 1), junk=st.sampled_from(TOML_JUNK), whole=st.booleans())
 def test_a_manifest_with_one_wrong_line_reads_or_says_why(tmp_path, line, junk, whole):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.csv").write_text("step,loss\n" + "".join(f"{s},{3 - 0.1 * s}\n" for s in range(1, 11)))
+        (tmp_path / f"{name}.csv").write_text(
+            "step,loss,norm\n" + "".join(f"{s},{3 - 0.1 * s},1\n" for s in range(1, 11))
+        )
     lines = MANIFEST.splitlines()
     key = lines[line].split("=")[0]
     lines[line] = junk if whole else f"{key}= {junk}"

@@ -81,6 +81,26 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
 
 
+def test_a_fit_without_channels_says_nothing_of_them(fit, plan):
+    assert "channels" not in fit.to_dict()
+    assert fit.forecast(plan).channels == {}
+
+
+def test_channels_leave_the_loss_alone_and_survive_a_file(channel_ladder, plan, tmp_path):
+    bare = Ladder(rungs=tuple(dataclasses.replace(rung, channels={}) for rung in channel_ladder.rungs))
+    without, fit = (fit_ladder(ladder, "matched-progress").to_dict() for ladder in (bare, channel_ladder))
+    assert set(fit) - set(without) == {"channels"}
+    assert {name: value for name, value in fit.items() if name != "channels"} == without
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps(fit))
+    again = load_fit(path)
+    assert again.to_dict() == fit
+    again.save(path)
+    assert load_fit(path).to_dict() == fit
+    courses = again.forecast(plan).channels
+    assert {name: course.logarithmic for name, course in courses.items()} == {"grad_norm": True, "router/bias": False}
+
+
 def test_auto_picks_a_law_by_back_test_and_keeps_every_table(synthetic_ladder):
     fit = fit_ladder(synthetic_ladder)
     tried = {row.law for row in fit.backtest} | set(fit.refused)
@@ -166,6 +186,9 @@ def damage(path: Path, **fields) -> None:
         ({"backtest": []}, "`rows` and `refused`"),
         ({"rungs": [{"name": "a"}]}, "a rung of a fit"),
         ({"recipe": {"warmup": "short"}}, "`warmup` is damaged"),
+        ({"channels": []}, "`channels` must be an object"),
+        ({"channels": {"x": {}}}, "channel 'x': a channel has the fields"),
+        ({"channels": dict.fromkeys(map(str, range(1001)))}, "at most 1000"),
         ({"surprise": 1}, r"unknown \['surprise'\]"),
     ],
 )
@@ -198,11 +221,13 @@ def test_a_missing_field_is_refused(fit, tmp_path):
             load_fit(path)
 
 
-def test_every_field_is_in_the_format_document(fit):
+def test_every_field_is_in_the_format_document(fit, channel_ladder):
     text = (ROOT / "docs" / "formats.md").read_text()
     content = fit.to_dict()
     row, rung = content["backtest"]["rows"][0], content["rungs"][0]
     params = [f.name for made in (MatchedProgress, CollapseLaw, IsoFlop, RunPlan) for f in dataclasses.fields(made)]
     params += [*ScheduleAwareLaw.PARAMETERS, "memory", "scores_percent", "optima", "pinned_floor", "source"]
+    (channel, *_) = fit_ladder(channel_ladder, "matched-progress").to_dict()["channels"].values()
+    params += ["channels", *channel, *channel["rungs"][0]]
     for name in (*content, *content["interval"], *row, *rung, *params):
         assert f"`{name}`" in text, name

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajectory_guard.channel import ChannelCourse
 from trajectory_guard.detect.events import Event, Severity, Verdict
 from trajectory_guard.errors import DivergenceError, TrajectoryGuardError
 from trajectory_guard.forecast import Forecast
@@ -541,7 +542,8 @@ def watch_everything(guard: TrajectoryGuard, losses: np.ndarray, first_step: int
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, STEPS - 1))
 def test_a_resumed_guard_gives_the_verdicts_of_one_that_never_stopped(k):
-    forecast = make_forecast()
+    course = ChannelCourse(progress=[0.2, 1.0], value=[-1.0, -1.1], logarithmic=False, error=0.05)
+    forecast = with_channels(make_forecast(), x=course)
     losses = faulty_losses(forecast)
     whole = everything(forecast)
     expected = watch_everything(whole, losses)
@@ -748,17 +750,65 @@ def test_channels_survive_a_resume_and_bad_values():
     assert {event.kind for event in resumed.events if event.detected == 700} == {"channel/a", "channel/b"}
 
 
-def test_a_channel_with_a_forecast_is_watched_against_it():
+def with_channels(forecast: Forecast, **channels: ChannelCourse) -> Forecast:
+    progress, loss, widths = forecast.table
+    return Forecast(forecast.plan, progress=progress, loss=loss, half_widths=widths, channels=channels)
+
+
+def test_a_channel_with_a_course_is_watched_against_it():
     forecast = make_forecast()
     losses = make_losses(forecast)
-    course = Forecast(forecast.plan, progress=[0.0, 1.0], loss=[1.0, 9.0], half_widths={0.8: 0.1})
+    course = ChannelCourse(progress=[0.0, 1.0], value=[1.0, 9.0])
+    expected = course.at(forecast.plan.progress(np.arange(STEPS + 1)))
     rng = np.random.default_rng(0)
-    guard = TrajectoryGuard(forecast, channel_forecasts={"weight_rms": course})
+    guard = TrajectoryGuard(with_channels(forecast, weight_rms=course))
     for step, loss in enumerate(losses, 1):
-        value = course.loss(step) * math.exp(0.02 * rng.standard_normal()) * (1.8 if step >= 2000 else 1.0)
+        value = expected[step] * math.exp(0.02 * rng.standard_normal()) * (1.8 if step >= 2000 else 1.0)
         guard.observe(step, float(loss), channels={"weight_rms": value})
     (event,) = [event for event in guard.events if event.kind.startswith("channel")]
     assert abs(event.onset - 2000) <= 2
+    assert "against its ladder's course" in event.sentence
+
+
+def test_a_course_that_begins_late_or_comes_with_a_resume_has_the_level_learnt_anew():
+    plain = make_forecast()
+    losses = make_losses(plain)
+    course = ChannelCourse(progress=[0.5, 1.0], value=[50.0, 90.0], error=0.02)
+    guided = with_channels(plain, a=course)
+
+    def feed(guard: TrajectoryGuard, start: int, stop: int) -> list[Event]:
+        rng = np.random.default_rng(start)
+        for step in range(start, stop):
+            guard.observe(step, float(losses[step - 1]), channels={"a": math.exp(0.1 * rng.standard_normal())})
+        return [event for event in guard.events if event.kind == "channel/a"]
+
+    late = TrajectoryGuard(guided)
+    assert feed(late, 1, STEPS // 2 + 300) == []
+    before = TrajectoryGuard(plain)
+    feed(before, 1, 1200)
+    resumed = TrajectoryGuard(with_channels(plain, a=ChannelCourse(progress=[0.0, 1.0], value=[5.0, 5.0])))
+    state = before.state_dict()
+    del state["watcher"]["channels"]["a"]["guided"]  # As an earlier release wrote it.
+    resumed.load_state_dict(state)
+    assert feed(resumed, 1200, 2000) == []
+
+
+def test_an_open_channel_event_is_closed_where_its_scale_changes():
+    forecast = make_forecast()
+    losses = make_losses(forecast)
+    guard = TrajectoryGuard(forecast)
+    for step in range(1, 1200):
+        value = 1.0 + 0.01 * (step % 7) if step < 1000 else 10.0 if step < 1100 else -1.0
+        guard.observe(step, float(losses[step - 1]), channels={"a": value})
+    first = next(event for event in guard.events if event.kind == "channel/a")
+    assert (first.state, first.closed) == ("closed", 1100) and "another scale" in first.sentence
+
+
+@pytest.mark.parametrize("course", [{"a": 1.0}, {"a": Forecast}])
+def test_a_channel_course_of_another_type_is_refused(course):
+    forecast = make_forecast()
+    with pytest.raises(TrajectoryGuardError, match="channel 'a' needs a ChannelCourse"):
+        with_channels(forecast, **course)
 
 
 @pytest.mark.parametrize("value", ["1.0", None, np.array([1.0, 2.0])])

@@ -15,8 +15,9 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "formats.md"
 def write_log(path: Path, *, tokens_per_step: int, steps: int = 1000, first: int = 1, scale: float = 1.0) -> None:
     step = np.arange(first, steps + 1)
     loss = scale * (1.5 + 3 * (tokens_per_step * step) ** -0.15)
-    rows = "\n".join(f"{s},{v:.6f}" for s, v in zip(step, loss, strict=True))
-    path.write_text(f"step,loss\n{rows}\n")
+    norm = 1.0 + 0.002 * step + 0.1 * (step % 3)
+    rows = "\n".join(f"{s},{v:.6f},{n:.3f},{n - 2:.3f}" for s, v, n in zip(step, loss, norm, strict=True))
+    path.write_text(f"step,loss,grad_norm,router/bias\n{rows}\n")
 
 
 @pytest.fixture
@@ -39,6 +40,47 @@ def test_the_documented_manifest_reads_with_seeds_and_attempts(documented):
     assert (small.plan.recipe.vocab_size, small.plan.schedule.warmup) == (256, 0.03)
     assert [len(curve) for curve in large.curves] == [1000, 1000]
     assert any("restart" in note for note in notes)
+
+
+def test_named_columns_are_carried_seed_by_seed_and_stitched(documented):
+    small, large = read_manifest(documented).ladder.rungs
+    assert sorted(small.channels) == ["grad_norm"]
+    assert [len(series.value) for series in large.channels["grad_norm"]] == [1000, 1000]
+    assert large.channels["grad_norm"][1].value[[0, 999]].tolist() == [1.102, 3.1]
+
+
+def test_values_that_are_missing_or_not_finite_are_left_out_of_a_channel(documented, tmp_path):
+    lines = (tmp_path / "small.csv").read_text().splitlines()
+    lines[10] = ",".join([*lines[10].split(",")[:2], "nan", "0"])
+    lines[20] = ",".join([*lines[20].split(",")[:2], "", "0"])
+    (tmp_path / "small.csv").write_text("\n".join(lines) + "\n")
+    small = read_manifest(documented).ladder.rungs[0]
+    (series,) = small.channels["grad_norm"]
+    assert len(series.value) == 998 and len(small.curves[0]) == 1000
+
+
+def test_a_column_that_one_log_lacks_is_refused_with_those_it_has(documented, tmp_path):
+    path = tmp_path / "large-seed0.csv"
+    path.write_text(path.read_text().replace("grad_norm", "gnorm", 1))
+    with pytest.raises(FileFormatError) as caught:
+        read_manifest(documented)
+    assert "rung 'large': log large-seed0.csv has no columns ['grad_norm']" in str(caught.value)
+    assert "['gnorm', 'router/bias']" in str(caught.value)
+
+
+def test_channels_go_from_the_manifest_into_fit_and_forecast(documented, tmp_path, capsys):
+    documented.write_text(documented.read_text().replace('["grad_norm"]', '["grad_norm", "router/bias"]', 1))
+    fit_path = tmp_path / "fit.json"
+    assert main(["fit", str(documented), "-o", str(fit_path), "--law", "matched-progress"]) == 0
+    said = capsys.readouterr().out
+    assert main(["inspect", str(fit_path)]) == 0
+    for text in (said, capsys.readouterr().out):
+        lines = [line for line in text.splitlines() if line.startswith("channel ")]
+        assert lines[0].startswith("channel grad_norm: 1.1") and "nearest 0." in lines[0] and "%" in lines[0]
+        assert lines[1].startswith("channel router/bias: -0.") and "trend unknown" in lines[1] and "%" not in lines[1]
+    fit = load_fit(fit_path)
+    course = fit.forecast(fit.rungs[-1].plan).channels["grad_norm"]
+    assert course.at(np.array([0.5, 1.0])) == pytest.approx([2.1, 3.1], rel=0.01)
 
 
 def test_fit_forecast_inspect_and_backtest_run_from_the_command_line(documented, tmp_path, capsys):
@@ -91,6 +133,12 @@ def test_a_mismatched_plan_ends_the_command_with_both_values_and_status_2(docume
         ('log = "small.csv"', "log = []", "`log` must be a path"),
         ('unit = "nats"', 'unit = "shannons"', "unit must be one of"),
         ('unit = "nats"', "unit = 1", "read.unit must be a str"),
+        ('["grad_norm"]', '"grad_norm"', "read.channels must be a list"),
+        ('["grad_norm"]', '["grad_norm", ""]', "must be a list of different column names"),
+        ('["grad_norm"]', '["grad_norm", "grad_norm"]', "must be a list of different column names"),
+        ('["grad_norm"]', "[1]", "must be a list of different column names"),
+        ('["grad_norm"]', str([f"c{i}" for i in range(1001)]), "names 1001 columns, at most 1000"),
+        ('["grad_norm"]', '["loss"]', r"small.csv has no columns \['loss'\] .* it has \['grad_norm', 'router/bias'\]"),
         ("total_steps = 1000", "total_steps = 500", "times the planned"),
         ("[[rung]]", "[rung]", "not valid TOML|at least one"),
         ("[recipe] ", "[recipe ", "not valid TOML"),

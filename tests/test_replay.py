@@ -1,5 +1,7 @@
 """replay: a guard over a finished log, from Python and from the command line."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,11 +9,41 @@ from trajectory_guard.__main__ import main
 from trajectory_guard.detect.events import Severity
 from trajectory_guard.fit import fit_ladder
 from trajectory_guard.guard import TrajectoryGuard
+from trajectory_guard.ladder import Ladder
 from trajectory_guard.logs.read import read_log
 from trajectory_guard.replay import replay
 from trajectory_guard.sinks.jsonl import read_events
 
 STEPS = 3000
+
+
+@pytest.fixture(scope="module")
+def channel_folder(tmp_path_factory, channel_ladder, channel_rung):
+    """Fits of a ladder with a gradient norm that triples and without, a healthy run, one whose norm jumps by 60 %."""
+    folder = tmp_path_factory.mktemp("channels")
+    bare = Ladder(rungs=tuple(dataclasses.replace(rung, channels={}) for rung in channel_ladder.rungs))
+    fit_ladder(bare, "matched-progress").save(folder / "bare.json")
+    fit_ladder(channel_ladder, "matched-progress").save(folder / "fit.json")
+    rung = channel_rung(8e4, steps=1200)
+    rung.plan.save(folder / "plan.json")
+    norm = rung.channels["grad_norm"][0].value
+    jump = np.where(rung.curves[0].step >= 500, 1.6, 1.0) * norm
+    for name, value in (("healthy", norm), ("jump", jump)):
+        rows = zip(rung.curves[0].step, rung.curves[0].loss, value, strict=True)
+        lines = [f"{step},{loss:.6g},{each:.6g}" for step, loss, each in rows]
+        (folder / f"{name}.csv").write_text("step,loss,grad_norm\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(("log", "fit", "said"), [("healthy", "fit", 0), ("jump", "fit", 1), ("healthy", "bare", 1)])
+def test_a_channel_is_watched_against_the_course_of_its_ladder(channel_folder, capsys, log, fit, said):
+    plan = str(channel_folder / "plan.json")
+    files = [str(channel_folder / f"{fit}.json"), str(channel_folder / f"{log}.csv")]
+    assert main(["replay", *files, "--plan", plan, "--channel", "grad_norm"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("INFO channel/grad_norm") == said
+    if log == "jump":
+        assert "against its ladder's course since about step 50" in out
 
 
 @pytest.fixture(scope="module")

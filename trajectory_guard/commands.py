@@ -10,6 +10,7 @@ from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, fit_ladder, load_fit
 from trajectory_guard.fit_picture import draw_fit
 from trajectory_guard.laws.backtest import backtest_law, format_backtest
+from trajectory_guard.laws.channel import ChannelLaw
 from trajectory_guard.laws.progress import MatchedProgress
 from trajectory_guard.laws.registry import ALONG_TRAINING, get_law, law_names
 from trajectory_guard.laws.terminal import TerminalFit
@@ -114,6 +115,20 @@ def inspect_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _describe_channel(law: ChannelLaw) -> str:
+    largest = max(law.points, key=lambda points: points.flops)
+    moved = ", moved along the trend over sizes" if law.rule == "trend" else ""
+    errors = [
+        f"{name} {'unknown' if error is None else f'{100 * error:.1f} %' if law.logarithmic else f'{error:.3g}'}"
+        for name, error in (("nearest", law.error_nearest), ("trend", law.error_trend))
+    ]
+    return (
+        f"{largest.value[0]:.4g} at progress {largest.progress[0]:.2f} to {largest.value[-1]:.4g} at "
+        f"{largest.progress[-1]:.2f} of rung {largest.name}; a run follows its nearest rung{moved}; error of the bend, "
+        f"one rung left out: {', '.join(errors)}"
+    )
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `trajectory-guard plan`."""
     parser.add_argument("fit", type=Path, help="fit of the terminal law (JSON)")
@@ -167,6 +182,7 @@ def describe(fit: DelphiFit) -> str:
             f"floor: {floor:.3f} +- {sd:.3f} nats, hardly told by a ladder; one sd lower or higher moves the final "
             f"loss at 10 times the largest rung's compute to {low:.4f} or {high:.4f} nats"
         )
+    lines += [f"channel {name}: {_describe_channel(law)}" for name, law in fit.channels.items()]
     lines.append("back-test:")
     lines.append(format_backtest(fit.backtest))
     lines += [f"{law} refused the ladder: {reason}" for law, reason in fit.refused.items()]

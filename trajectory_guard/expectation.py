@@ -1,4 +1,4 @@
-"""Expectation: a forecast read one step at a time as plain numbers, in blocks, so that a step costs no numpy call."""
+"""Expectation: a forecast, or the course of a channel, read in blocks as plain numbers: no numpy call a step."""
 
 import math
 from statistics import NormalDist
@@ -6,9 +6,11 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from trajectory_guard.channel import ChannelCourse
 from trajectory_guard.forecast import Forecast
+from trajectory_guard.plan import RunPlan
 
-__all__ = ["Expectation"]
+__all__ = ["ChannelExpectation", "Expectation"]
 
 BLOCK = 4096
 """Steps read at once: reading a block takes about as long as judging some tens of steps, whatever its length."""
@@ -69,6 +71,26 @@ class Expectation:
         nearest = min(max(level, levels[0]), levels[-1])
         width = np.asarray(self.forecast.half_width(steps, nearest))
         return width if nearest == level else width * (_quantile(level) / _quantile(nearest))
+
+
+class ChannelExpectation:
+    """What a course expects of a channel at a step of a plan; NaN before the course begins."""
+
+    def __init__(self, plan: RunPlan, course: ChannelCourse) -> None:
+        self.course = course
+        self._plan = plan
+        self._first = 1
+        self._values: list[float] = []
+
+    def at(self, step: int) -> float:
+        """Return the value to expect at `step`."""
+        index = step - self._first
+        if not 0 <= index < len(self._values):
+            self._first = 1 + (step - 1) // BLOCK * BLOCK
+            progress = self._plan.progress(np.arange(self._first, self._first + BLOCK))
+            self._values = self.course.at(progress).tolist()
+            index = step - self._first
+        return self._values[index]
 
 
 def _quantile(level: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from trajectory_guard.channel import MAX_CHANNELS
 from trajectory_guard.conventions import Split
 from trajectory_guard.errors import FileFormatError, RecipeMismatchError, TrajectoryGuardError
 from trajectory_guard.files import read_json, write_json
@@ -15,6 +16,7 @@ from trajectory_guard.forecast import Forecast
 from trajectory_guard.ladder import Ladder
 from trajectory_guard.laws.backtest import BacktestRow, LawBacktest, backtest_law, score
 from trajectory_guard.laws.base import Law
+from trajectory_guard.laws.channel import ChannelLaw, fit_channel
 from trajectory_guard.laws.interval import LEVELS, IntervalModel
 from trajectory_guard.laws.registry import ALONG_TRAINING, get_law
 from trajectory_guard.laws.smooth import rung_curve
@@ -93,6 +95,7 @@ class DelphiFit:
         refused: law -> why it could not fit the ladder.
         interval: half-width of a forecast.
         source: where the ladder was published, in a fit of someone else's runs.
+        channels: name of another scalar that the ladder carries -> its course by size.
 
     Raises:
         TrajectoryGuardError: the law is unknown or its parameters are not valid.
@@ -108,6 +111,7 @@ class DelphiFit:
     refused: Mapping[str, str] = field(default_factory=dict)
     interval: IntervalModel
     source: str | None = None
+    channels: Mapping[str, ChannelLaw] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -129,7 +133,7 @@ class DelphiFit:
         return max((rung.plan.total_flops for rung in self.rungs), default=None)
 
     def forecast(self, plan: RunPlan, *, override_recipe: bool = False) -> Forecast:
-        """Return the loss to expect at every step of a run, with its interval.
+        """Return the loss to expect at every step of a run, with its interval, and the courses of its channels.
 
         Args:
             plan: the run; its recipe is compared with the ladder's.
@@ -149,6 +153,7 @@ class DelphiFit:
             half_widths={level: self.interval.half_width(plan.active_params, progress, level) for level in LEVELS},
             law=self.law,
             check=check,
+            channels={name: law.course(plan.total_flops) for name, law in self.channels.items()},
         )
 
     def _check(self, plan: RunPlan, override: bool) -> RecipeCheck:
@@ -169,6 +174,7 @@ class DelphiFit:
     def to_dict(self) -> dict[str, Any]:
         """Return the fit as plain JSON values (docs/formats.md)."""
         source = {} if self.source is None else {"source": self.source}
+        channels = {name: law.to_dict() for name, law in self.channels.items()}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -181,6 +187,7 @@ class DelphiFit:
             "interval": self.interval.to_dict(),
             "backtest": {"rows": [row.to_dict() for row in self.backtest], "refused": dict(self.refused)},
             "rungs": [rung.to_dict() for rung in self.rungs],
+            **({"channels": channels} if channels else {}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -197,7 +204,8 @@ def load_fit(path: str | Path) -> DelphiFit:
     """
     content = read_json(path, format=FORMAT, version=VERSION)
     names = ("law", "metric", "split", "recipe", "params", "interval", "backtest", "rungs")
-    missing, unknown = sorted(set(names) - set(content)), sorted(set(content) - {"format", "version", "source", *names})
+    known = {"format", "version", "source", "channels", *names}
+    missing, unknown = sorted(set(names) - set(content)), sorted(set(content) - known)
     if missing or unknown:
         raise FileFormatError(f"{path}: fit fields missing {missing}, unknown {unknown}; restore or refit")
     try:
@@ -235,7 +243,20 @@ def _from_content(content: Mapping[str, Any]) -> DelphiFit:
         refused={str(law): str(reason) for law, reason in backtest["refused"].items()},
         interval=IntervalModel.from_dict(content["interval"]),
         source=content.get("source"),
+        channels=_channels_from(content.get("channels", {})),
     )
+
+
+def _channels_from(content: object) -> dict[str, ChannelLaw]:
+    if not isinstance(content, dict) or len(content) > MAX_CHANNELS:
+        raise TrajectoryGuardError(f"`channels` must be an object of at most {MAX_CHANNELS}, got {content!r:.80}")
+    laws = {}
+    for name, fields in content.items():
+        try:
+            laws[name] = ChannelLaw.from_dict(fields)
+        except TrajectoryGuardError as error:
+            raise TrajectoryGuardError(f"channel {name!r}: {error}") from error
+    return laws
 
 
 def fit_ladder(ladder: Ladder, law: str = "auto") -> DelphiFit:
@@ -250,7 +271,8 @@ def fit_ladder(ladder: Ladder, law: str = "auto") -> DelphiFit:
         The fit; it carries the back-tests of every law tried. Equal ladders give equal fits, byte for byte.
 
     Raises:
-        TrajectoryGuardError: no law of that name, or none that can fit this ladder; the message says why.
+        TrajectoryGuardError: no law of that name, none that can fit this ladder, or a channel with too few values; the
+            message says why.
     """
     names = ALONG_TRAINING if law == "auto" else (law,)
     tests = [backtest_law(get_law(name), ladder) for name in names]
@@ -270,6 +292,7 @@ def fit_ladder(ladder: Ladder, law: str = "auto") -> DelphiFit:
         backtest=tuple(row for test in tests for row in test.rows),
         refused={test.law: test.refused for test in tests if test.refused is not None},
         interval=chosen.interval,
+        channels={name: fit_channel(ladder, name) for name in ladder.channels},
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
 
+from trajectory_guard.channel import ChannelCourse
 from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.files import atomic_write
 from trajectory_guard.plan import RunPlan
@@ -30,6 +31,7 @@ class Forecast:
         half_widths: level in (0, 1) -> (m,) or scalar half-width of ln(loss). At least one level; a promise.
         law: name of the law behind it, for reports.
         check: outcome of the recipe check behind it.
+        channels: courses of other scalars along the run, by the names that a guard gets them under.
 
     Raises:
         TrajectoryGuardError: the table is not rising, not finite, or of unequal lengths.
@@ -55,10 +57,15 @@ class Forecast:
         half_widths: Mapping[float, ArrayLike],
         law: str = "table",
         check: RecipeCheck | None = None,
+        channels: Mapping[str, ChannelCourse] | None = None,
     ) -> None:
         self.plan = plan
         self.law = law
         self.check = check or RecipeCheck()
+        self.channels: Mapping[str, ChannelCourse] = dict(channels or {})
+        for name, course in self.channels.items():
+            if not isinstance(course, ChannelCourse):
+                raise TrajectoryGuardError(f"channel {name!r} needs a ChannelCourse, got {type(course).__name__}")
         self._progress = np.asarray(progress, dtype=np.float64)
         self._loss = np.asarray(loss, dtype=np.float64)
         g = self._progress

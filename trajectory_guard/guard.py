@@ -31,7 +31,7 @@ class TrajectoryGuard:
     already runs), and from there on everything is watched. docs/detection.md says what every event means.
 
     Args:
-        forecast: what the loss should be.
+        forecast: what the loss should be, and other scalars where it carries their courses.
         actions: severity (or its name), or kind of event -> `"log"`, `"warn"`, `"checkpoint"`, `"stop"`, `"raise"`, a
             callable taking the event, or several of these. By default INFO is logged, everything above warns, and
             nothing stops.
@@ -39,8 +39,6 @@ class TrajectoryGuard:
         log_every_n_steps: steps between verdicts that go to the sinks; events always go.
         loss_scaler: the run trains under a fp16 loss scaler, where a lone non-finite loss is normal.
         paired: residuals of a run on the same data order; its noise is subtracted while the two correlate.
-        channel_forecasts: what other scalars should be at each step, by the names that `observe` gets them under; a
-            channel without one is watched against its own level.
 
     Raises:
         TrajectoryGuardError: `actions` names an unknown severity, kind or action.
@@ -66,7 +64,6 @@ class TrajectoryGuard:
         log_every_n_steps: int = 50,
         loss_scaler: bool = False,
         paired: PairedReference | None = None,
-        channel_forecasts: Mapping[str, Forecast] | None = None,
     ) -> None:
         if not isinstance(forecast, Forecast):
             raise TrajectoryGuardError(
@@ -78,9 +75,7 @@ class TrajectoryGuard:
         self.log_every_n_steps = log_every_n_steps
         self._actions = Actions(actions)
         self._journal = Journal(sinks, self._actions)
-        self._watcher = Watcher(
-            forecast, loss_scaler=loss_scaler, paired=paired, channel_forecasts=channel_forecasts or {}
-        )
+        self._watcher = Watcher(forecast, loss_scaler=loss_scaler, paired=paired)
         for change in forecast.plan.changes:
             self._watcher.declared.declare(change.step, change.kind, change.reason)
         self._next_log = 0
@@ -124,7 +119,8 @@ class TrajectoryGuard:
             loss: mean cross-entropy in nats per token: a number, or a tensor or array of one element. NaN and
                 infinities are observations. A device tensor is read at once, which waits for the device.
             tokens: predicted tokens averaged in this loss (it sets the noise); never cumulative.
-            channels: other scalars of this step, such as `{"grad_norm": 1.3}`.
+            channels: other scalars of this step, such as `{"grad_norm": 1.3}`. One whose name is in
+                `forecast.channels` is watched against its course there, any other against its own level.
 
         Returns:
             The verdict on this step.

@@ -15,7 +15,7 @@ from trajectory_guard.detect.notes import note
 from trajectory_guard.detect.onlookers import Onlookers
 from trajectory_guard.detect.replayed import Replayed
 from trajectory_guard.detect.state import PlainState
-from trajectory_guard.expectation import Expectation
+from trajectory_guard.expectation import ChannelExpectation, Expectation
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.paired import PairedReference
 
@@ -31,7 +31,6 @@ class Watcher:
         forecast: what the loss should be.
         loss_scaler: a lone non-finite loss is normal.
         paired: residuals of a run on the same data order.
-        channel_forecasts: what other scalars should be, by name.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Watcher:
         *,
         loss_scaler: bool,
         paired: PairedReference | None,
-        channel_forecasts: Mapping[str, Forecast],
     ) -> None:
         plan = forecast.plan
         self.expectation = Expectation(forecast)
@@ -61,7 +59,7 @@ class Watcher:
         self.last_step = 0
         self.frontier = 0
         self._paired = paired
-        self._channel_courses = {name: Expectation(course) for name, course in channel_forecasts.items()}
+        self._channel_courses = {name: ChannelExpectation(plan, each) for name, each in forecast.channels.items()}
         self._weighed_tokens = math.nan
         self._broken: set[str] = set()
 
@@ -185,8 +183,11 @@ class Watcher:
         channel = self.channels.get(name)
         if channel is None:
             channel = self.channels[name] = ChannelWatch()
-        course = self._channel_courses.get(name)
-        return channel.update(name, step, value, math.nan if course is None else course.at(step)[0])
+        expected = self._channel_courses.get(name)
+        if expected is None:
+            return channel.update(name, step, value)
+        course = expected.course
+        return channel.update(name, step, value, expected.at(step), course.error, course.logarithmic)
 
     def _go_back(self, step: int, expected: float) -> list[Event]:
         """The run went back: the level and the noise are known, every statistic starts at zero."""

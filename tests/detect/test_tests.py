@@ -205,6 +205,56 @@ def test_a_steady_and_a_slowly_falling_channel_are_silent(seed):
     assert run_channel(noise * np.linspace(2.0, 1.0, 5000)) == []
 
 
+def run_guided(values: np.ndarray, course: np.ndarray, error: float, *, logarithmic: bool = True) -> list[Event]:
+    watch, events = ChannelWatch(), []
+    for step, (value, expected) in enumerate(zip(values.tolist(), course.tolist(), strict=True), 1):
+        events += watch.update("x", step, value, expected, error, logarithmic) or []
+    return events
+
+
+def test_a_bend_of_the_course_is_silent_and_a_departure_from_it_is_seen_sooner():
+    steps = np.arange(5000)
+    course = 3.0 ** (1.0 / (1.0 + np.exp(-(steps - 3000) / 20)))
+    delays = []
+    for seed in range(5):
+        noise = 0.7 * np.exp(0.15 * np.random.default_rng(seed).standard_normal(5000))
+        assert run_guided(noise * course, course, 0.03) == []
+        assert run_channel(noise * course)[0].onset > 2800
+        departs = noise * np.where(steps >= 2000, 1.6, 1.0) * course
+        seen = [run_guided(departs, course, 0.03)[0], run_channel(departs)[0]]
+        assert abs(seen[0].onset - 2001) <= 10
+        delays.append([event.detected - 2000 for event in seen])
+    assert max(own for own, _ in delays) <= 40
+    assert all(own < without for own, without in delays)
+
+
+def test_a_course_of_which_little_is_known_leaves_the_gate_of_a_channel_without_one():
+    course = np.linspace(1.0, 2.0, 5000)
+    values = course * np.exp(0.1 * np.random.default_rng(0).standard_normal(5000))
+    values[2000:] *= 1.35
+    assert run_guided(values, course, 0.02)[0].onset == pytest.approx(2001, abs=10)
+    for error in (math.nan, 0.3):
+        assert run_guided(values, course, error) == []
+
+
+@pytest.mark.parametrize("offset", [0.0, 5.0])
+def test_a_course_of_both_signs_is_followed_on_the_channels_own_scale(offset):
+    course = np.sin(np.linspace(0.0, 9.0, 5000)) * 6.0
+    values = course + offset + np.random.default_rng(0).standard_normal(5000)
+    assert run_guided(values, course, 0.1, logarithmic=False) == []
+    values[2000:] += 4.0
+    assert run_guided(values, course, 0.1, logarithmic=False)[0].onset == pytest.approx(2001, abs=10)
+
+
+def test_a_positive_course_of_a_channel_that_turns_negative_is_followed_by_difference():
+    course = np.linspace(5.0, 9.0, 4000)
+    values = course + 0.1 * np.random.default_rng(0).standard_normal(4000)
+    values[50] = -1.0
+    assert run_guided(values, course, 0.02) == []
+    values[2000:] += 1.0
+    assert run_guided(values, course, 0.02)[0].onset == pytest.approx(2001, abs=10)
+
+
 def test_a_channel_of_both_signs_is_watched_on_its_own_scale():
     values = np.random.default_rng(0).standard_normal(3000)
     assert run_channel(values) == []

@@ -141,6 +141,7 @@ def calibrate(forecast: Forecast, step: ArrayLike, loss: ArrayLike) -> Calibrati
         half_widths=widths,
         law=f"{forecast.law}, calibrated",
         check=forecast.check,
+        channels=forecast.channels,
     )
     return Calibration(
         forecast=moved,

@@ -10,7 +10,7 @@ from trajectory_guard.curve import LossCurve
 from trajectory_guard.ladder import Rung
 from trajectory_guard.plan import RunPlan
 
-__all__ = ["PROGRESS_GRID", "RungCurve", "local_quadratic", "rung_curve"]
+__all__ = ["PROGRESS_GRID", "RungCurve", "kinks", "local_quadratic", "rung_curve"]
 
 FIRST_PROGRESS = 0.01
 """Nothing is said before 1 % of training: the loss falls by a nat within a few steps there."""
@@ -93,19 +93,20 @@ def _one_curve(curve: LossCurve, plan: RunPlan) -> tuple[NDArray[np.float64], ..
         fresh = np.concatenate([np.diff(g) > 0, [True]])
         return g[fresh], curve.loss[inside][fresh], np.zeros(int(fresh.sum()))
     grid = PROGRESS_GRID[progress[-1] + 1.0 / len(curve) >= PROGRESS_GRID]
-    loss, error = local_quadratic(progress, curve.loss, grid, breaks=_kinks(plan))
+    loss, error = local_quadratic(progress, curve.loss, grid, breaks=kinks(plan))
     known = np.isfinite(loss)
     return grid[known], loss[known], error[known]
 
 
-def _kinks(plan: RunPlan) -> list[float]:
+def kinks(plan: RunPlan) -> list[float]:
+    """Return the progress values at which schedule or data change suddenly; no smoothing window reaches over one."""
     schedule = plan.schedule
-    kinks = list(plan.recipe.data_phases or ())
+    found = list(plan.recipe.data_phases or ())
     if schedule.decay_start is not None:
-        kinks.append(schedule.decay_start)
+        found.append(schedule.decay_start)
     if schedule.shape == "steps":
-        kinks += [g for g, _ in schedule.points]
-    return sorted(g for g in kinks if 0.0 < g < 1.0)
+        found += [g for g, _ in schedule.points]
+    return sorted(g for g in found if 0.0 < g < 1.0)
 
 
 def local_quadratic(
@@ -114,6 +115,7 @@ def local_quadratic(
     grid: NDArray[np.float64],
     *,
     breaks: list[float] | None = None,
+    trust: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Smooth a noisy curve by local least squares on (1, x, x^2) with x = ln(progress), where losses bend least.
 
@@ -125,6 +127,7 @@ def local_quadratic(
         loss: (n,) losses, noise independent from point to point.
         grid: (m,) progress values to estimate at.
         breaks: progress values over which no window reaches.
+        trust: (n,) further weights, such as 0 for an outlier; 1 by default.
 
     Returns:
         (m,) estimates and (m,) their standard errors; NaN where a window holds fewer than 8 points.
@@ -146,6 +149,8 @@ def local_quadratic(
         low, high = max(at - half, edges[segment - 1]), min(at + half, edges[segment])
         start, stop = np.searchsorted(progress, [low, high])
         weight = (1.0 - np.minimum(np.abs(progress[start:stop] - at) / half, 1.0) ** 3) ** 3
+        if trust is not None:
+            weight = weight * trust[start:stop]
         if np.count_nonzero(weight > 0) < LEAST_POINTS:
             continue
         x = np.log(progress[start:stop] / at)
