@@ -1,6 +1,6 @@
 """The whole story in one command: a healthy run beside its forecast, and a faulted one that stops at its flag.
 
-    python examples/demo.py                 # four to six minutes on two cores
+    python examples/demo.py                 # two to five minutes on two cores
     python examples/demo.py --fault data    # another fault in the second run: lr (default), data or nan
 
 Both runs train at once, one thread each, so that neither core ever waits for the other. What the second one says is
