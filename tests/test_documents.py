@@ -67,6 +67,25 @@ def test_every_python_block_runs(document: Path, surroundings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+def test_every_yaml_block_is_a_run_of_lightning_cli(
+    document: Path, surroundings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    for text in blocks(document, "yaml"):
+        Path("config.yaml").write_text(text)
+        words = ["--config", "config.yaml", "--trainer.max_steps", "60", "--trainer.logger", "false"]
+        words += ["--trainer.enable_checkpointing", "false", "--trainer.accelerator", "cpu"]
+        given = {"args": words, "save_config_callback": None, "seed_everything_default": False}
+        cli = LightningCLI(type(surroundings["model"]), run=False, **given)
+        cli.trainer.fit(cli.model, surroundings["train_dataloader"])
+        # The model is none of the fit: the guard may stop the run, and reports in either case.
+        assert "of 60 steps" in Path("report.html").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_of_ours_parses(document: Path) -> None:
     from trajectory_guard.__main__ import parse
 

@@ -83,3 +83,10 @@ def test_a_damaged_identity_gives_our_own_error(name, value):
     good = {"lr_schedule": LINEAR, "tokens_per_active_param": 20.0, "warmup": 0.1, "data_phases": [0.5]}
     with pytest.raises(TrajectoryGuardError):
         check_recipe({name: value}, {name: good[name]})
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "sequence_length"])
+@pytest.mark.parametrize("value", [0, True, 1.5, "256", 10**40])
+def test_a_count_that_is_none_is_refused(name: str, value: object):
+    with pytest.raises(TrajectoryGuardError, match=f"{name}.*2\\^53"):
+        Recipe(**{name: value})

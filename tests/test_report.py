@@ -1,5 +1,6 @@
 """The report: everything that is known of a run on one page, escaped, self-contained, from a log or from a live run."""
 
+import importlib.util
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -207,3 +208,17 @@ def test_the_logarithmic_means_are_those_of_the_losses(forecast):
     assert list(line.get_xdata()[:3]) == [1, 2, 3] and list(line.get_ydata()[:3]) == pytest.approx(loss[:3])
     assert "observed, single steps" not in figure.axes[0].get_legend_handles_labels()[1]
     assert Path(figure.axes[0].get_xscale()).name == "log"
+
+
+@pytest.mark.slow
+def test_the_report_of_a_million_steps_is_small(tmp_path):
+    path = Path(__file__).with_name("benchmarks") / "report_cost.py"
+    spec = importlib.util.spec_from_file_location("report_cost", path)
+    assert spec is not None and spec.loader is not None
+    cost = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cost)
+    cost.write_run(tmp_path, 1_000_000)
+    words = ["report", str(cost.FIT), str(tmp_path / "run.csv"), "--plan", str(tmp_path / "plan.json")]
+    assert main([*words, "--override-recipe", "-o", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "1,000,000 of 1,000,000 steps" in text and len(text) < 3e6

@@ -17,6 +17,9 @@ __all__ = ["Recipe", "RecipeCheck", "check_recipe"]
 
 Outcome = Literal["error", "warning"]
 
+MAX_COUNT = 2**53
+"""Largest count in a recipe: what float64 holds exactly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -53,8 +56,11 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, least in (("vocab_size", 2), ("sequence_length", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise TrajectoryGuardError(f"recipe field `{name}` must be an integer >= {least}, got {value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and least <= value <= MAX_COUNT):
+                raise TrajectoryGuardError(
+                    f"recipe field `{name}` must be an integer from {least} to 2^53, got {value!r:.80}"
+                )
         if self.data_phases is not None:
             phases = list(self.data_phases)
             inside = all(isinstance(g, (int, float)) and 0 < g < 1 for g in phases)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorBoardSink"]
 
-FORECAST_POINTS = 400
+FORECAST_POINTS = 200
 """Points of each forecast curve, half of them closer together towards the start, where the loss falls."""
 
 VERDICTS = 4000
