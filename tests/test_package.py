@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trajectory_guard.errors import MissingExtraError
+
 ROOT = Path(__file__).resolve().parent.parent
 
 FRAMEWORKS = ("torch", "lightning", "pandas", "matplotlib", "tensorboard", "transformers", "wandb")
@@ -83,7 +85,9 @@ def test_the_wheel_holds_the_tree_under_one_top_level_name(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_fits_and_forecasts_without_any_extra(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_alone_fits_forecasts_guards_replays_and_watches_without_any_extra(
+    wheel: Path, tmp_path: Path
+) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", wheel, cwd=tmp_path)
@@ -96,7 +100,66 @@ def test_the_wheel_alone_fits_and_forecasts_without_any_extra(wheel: Path, tmp_p
     assert made["law"] == committed["law"]
     assert made["recipe"] == committed["recipe"]
     assert made["interval"] == pytest.approx(committed["interval"], rel=1e-3)
+    for ending in ("csv", "jsonl"):
+        log = write_log(tmp_path / f"run.{ending}")
+        whole = [*command, "replay", "fit.json", log, "--plan", "plan.json"]
+        assert "64 rows judged" in run(*whole, cwd=tmp_path)
+        watching = [*command, "watch", "fit.json", log, "--plan", "plan.json", "--idle", "0", "--poll", "0"]
+        assert "50/64" in run(*watching, cwd=tmp_path)
+    run(*command, "forecast", "fit.json", "--plan", "plan.json", "-o", "forecast.csv", cwd=tmp_path)
+    assert len((tmp_path / "forecast.csv").read_text().splitlines()) > 50
+    guarding = "from trajectory_guard import *; guard = TrajectoryGuard(load_fit('fit.json').forecast(RunPlan.load("
+    guarding += "'plan.json'))); print([guard.observe(step, 1.5).step for step in (1, 2, 3)])"
+    assert run(python, "-c", guarding, cwd=tmp_path).strip() == "[1, 2, 3]"
+    for extra, words in {
+        "report": ["report", "fit.json", "run.csv", "--plan", "plan.json", "-o", "report.html"],
+        "torch": ["replay", "fit.json", "board", "--plan", "plan.json"],
+    }.items():
+        (tmp_path / "board").mkdir(exist_ok=True)
+        (tmp_path / "board" / "events.out.tfevents.1.host").write_bytes(b"")
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and f'pip install "trajectory-guard[{extra}]"' in done.stderr
     # Torch is the first thing that a training loop's adapter misses here.
     code = "from trajectory_guard.integrations.lightning import TrajectoryGuardCallback"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert 'pip install "trajectory-guard[torch]"' in done.stderr
+
+
+def write_log(path: Path) -> Path:
+    """Write a log of 64 steps, and beside it the plan of its run."""
+    from trajectory_guard import RunPlan, load_fit
+
+    largest = load_fit(ROOT / "examples" / "fits" / "moe_tiny.json").rungs[-1].plan
+    content = {**largest.to_dict(), "total_steps": 64, "tokens_per_step": largest.total_tokens // 64}
+    RunPlan.from_dict(content).save(path.with_name("plan.json"))
+    rows = [{"step": step, "loss": 5.5 / step**0.3} for step in range(1, 65)]
+    lines = [json.dumps(row) for row in rows]
+    if path.suffix == ".csv":
+        lines = ["step,loss", *(f"{row['step']},{row['loss']}" for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+MISSING = {
+    # Package that is absent -> module of ours, what is done with it, the extra that is named.
+    "torch": ("trajectory_guard.intake", "", "torch"),
+    "lightning.pytorch": (
+        "trajectory_guard.integrations.lightning",
+        "TrajectoryGuardCallback('fit.json')",
+        "lightning",
+    ),
+    "pytorch_lightning": ("trajectory_guard.integrations.lightning", "PLTrajectoryGuardCallback", "lightning"),
+    "transformers.trainer_callback": ("trajectory_guard.integrations.transformers", "", "transformers"),
+    "wandb": ("trajectory_guard.sinks.wandb", "WandbSink()", "wandb"),
+    "torch.utils.tensorboard.writer": ("trajectory_guard.sinks.tensorboard", "TensorBoardSink('runs')", "torch"),
+    "matplotlib": ("trajectory_guard.report", "ReportSink('report.html')", "report"),
+}
+
+
+@pytest.mark.parametrize("absent", MISSING)
+def test_what_is_missing_says_its_pip_line(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, use, extra = MISSING[absent]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(MissingExtraError, match=rf'pip install "trajectory-guard\[{extra}\]"'):
+        exec(f"import {module} as it\nit.{use}" if use else f"import {module}", {})
