@@ -51,6 +51,24 @@ def test_the_drawn_mean_is_the_mean_of_the_observed_losses(forecast: Forecast) -
     assert np.mean(line.get_ydata()) == pytest.approx(np.nanmean(loss), abs=1e-3)
 
 
+def drawn_mean(forecast: Forecast, step: np.ndarray, loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    figure = draw_run(forecast, RunRecord(step=step, loss=loss))
+    line = next(line for line in figure.axes[0].lines if line.get_label() == "observed, mean")
+    return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+
+
+def test_means_are_over_half_a_percent_of_the_horizon_however_far_the_run_has_come(forecast: Forecast) -> None:
+    step = np.arange(1, 401)
+    at, mean = drawn_mean(forecast, step, 2.0 + 0.1 * (step % 5))
+    assert len(at) == 80 and np.allclose(np.diff(at), 5) and np.allclose(mean, 2.2)
+
+
+def test_points_that_lie_wider_apart_before_a_resume_keep_their_places(forecast: Forecast) -> None:
+    step = np.concatenate([np.arange(3, 500, 5), np.arange(501, 1001)])
+    at, mean = drawn_mean(forecast, step, step / 1000)
+    assert len(at) >= 190 and np.max(np.diff(at)) <= 10 and np.allclose(mean, at / 1000)
+
+
 def test_a_run_without_a_finite_loss_cannot_be_drawn(forecast: Forecast) -> None:
     with pytest.raises(TrajectoryGuardError, match="no finite loss"):
         draw_run(forecast, RunRecord(step=np.array([1]), loss=np.array([np.nan])))

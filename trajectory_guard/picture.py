@@ -23,8 +23,11 @@ BLUE, ORANGE, VERMILLION, GREY = "#0072B2", "#E69F00", "#D55E00", "#6E6E6E"
 
 POINTS = 800
 """Points of the forecast and of the band of single steps: about one per pixel of the picture, however long the run."""
-MEANS = 200
-"""Stretches whose means are drawn as the observed line: few enough that noise does not hide the trend."""
+MEANS, LEAST_MEANS = 200, 20
+"""Stretches of the horizon whose means are drawn as the observed line: few enough that noise does not hide the trend. A
+run that has just begun is drawn in 20."""
+LEAST_RANGE = 8
+"""Steps whose range is one point of the band of single steps: of fewer there would be no band to see."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,16 +49,17 @@ class RunRecord:
     events: Sequence[Event] = ()
 
 
-def draw_run(forecast: Forecast, record: RunRecord, *, title: str = "") -> "Figure":
+def draw_run(forecast: Forecast, record: RunRecord, *, title: str = "", averaged: bool = False) -> "Figure":
     """Draw loss against forecast and interval, residual in percent, and the change statistic under its threshold.
 
-    The observed loss is drawn as means over up to 200 equal stretches of steps, with the range of single steps as a
-    pale band behind them.
+    The observed loss is drawn as means over stretches of half a percent of the horizon, with the range of single steps
+    as a pale band behind them.
 
     Args:
         forecast: what was expected, with 80 and 95 % intervals when the forecast holds these levels.
         record: what was observed.
         title: heading of the picture.
+        averaged: the record holds means already and is drawn as it is.
 
     Returns:
         A matplotlib figure of 10 x 8 inches.
@@ -79,8 +83,10 @@ def draw_run(forecast: Forecast, record: RunRecord, *, title: str = "") -> "Figu
     if title:
         figure.suptitle(title)
     _mark_events(axes, record.events)
-    _draw_loss(axes[0], forecast, step, loss)
-    _draw_residual(axes[1], forecast, step, loss)
+    means = max(LEAST_MEANS, round(MEANS * min(1.0, step[-1] / forecast.plan.total_steps)))
+    means = len(step) if averaged else means
+    _draw_loss(axes[0], forecast, step, loss, means)
+    _draw_residual(axes[1], forecast, step, loss, means)
     if record.statistic is not None:
         _draw_statistic(axes[2], record)
     for axis in axes:
@@ -113,15 +119,17 @@ def _levels(forecast: Forecast) -> list[float]:
     return [level for level in (0.95, 0.8) if forecast.levels[0] <= level <= forecast.levels[-1]]
 
 
-def _draw_loss(axis: "Axes", forecast: Forecast, step: NDArray[np.int64], loss: NDArray[np.float64]) -> None:
+def _draw_loss(
+    axis: "Axes", forecast: Forecast, step: NDArray[np.int64], loss: NDArray[np.float64], means: int
+) -> None:
     grid = _grid(forecast)
     for level, alpha in zip(_levels(forecast), (0.15, 0.25), strict=False):
         lower, upper = forecast.interval(grid, level)
         axis.fill_between(grid, lower, upper, color=BLUE, alpha=alpha, linewidth=0, label=f"{level:.0%} interval")
     axis.plot(grid, forecast.loss(grid), color=BLUE, linewidth=1.5, linestyle="--", label="forecast")
-    at, _, low, high = _stretches(step, loss, POINTS)
+    at, _, low, high = _stretches(step, loss, min(POINTS, max(means, len(step) // LEAST_RANGE)))
     axis.fill_between(at, low, high, color=ORANGE, alpha=0.25, linewidth=0, label="observed, single steps")
-    at, mean, *_ = _stretches(step, loss, MEANS)
+    at, mean, *_ = _stretches(step, loss, means)
     axis.plot(at, mean, color=VERMILLION, linewidth=1.2, label="observed, mean")
     inside = np.concatenate([np.asarray(forecast.loss(grid)), mean[at >= forecast.first_step]])
     pad = 0.1 * np.ptp(inside) + 0.01
@@ -130,7 +138,9 @@ def _draw_loss(axis: "Axes", forecast: Forecast, step: NDArray[np.int64], loss: 
     axis.legend(loc="upper right", frameon=False, ncols=2)
 
 
-def _draw_residual(axis: "Axes", forecast: Forecast, step: NDArray[np.int64], loss: NDArray[np.float64]) -> None:
+def _draw_residual(
+    axis: "Axes", forecast: Forecast, step: NDArray[np.int64], loss: NDArray[np.float64], means: int
+) -> None:
     grid = _grid(forecast)
     for level, alpha in zip(_levels(forecast), (0.15, 0.25), strict=False):
         width = np.asarray(forecast.half_width(grid, level))
@@ -140,7 +150,7 @@ def _draw_residual(axis: "Axes", forecast: Forecast, step: NDArray[np.int64], lo
     known = np.isfinite(expected)
     if np.any(known):
         percent = 100 * (loss[known] / expected[known] - 1)
-        at, mean, *_ = _stretches(step[known], percent, MEANS)
+        at, mean, *_ = _stretches(step[known], percent, means)
         axis.plot(at, mean, color=VERMILLION, linewidth=1.2)
         widest = 100 * float(np.max(forecast.half_width(grid, _levels(forecast)[0]))) if _levels(forecast) else 1.0
         reach = 1.3 * max(widest, float(np.quantile(np.abs(mean), 0.98)))
@@ -175,8 +185,11 @@ def _mark_events(axes: "Sequence[Axes]", events: Sequence[Event]) -> None:
 
 
 def _stretches(step: NDArray[np.int64], values: NDArray[np.float64], bins: int) -> tuple[NDArray[Any], ...]:
-    """Return centre, mean, minimum and maximum of `values` over at most `bins` stretches of equal count."""
-    edges = np.unique(np.linspace(0, len(step), min(bins, len(step)) + 1).astype(np.int64))[:-1]
+    """Return centre, mean, minimum and maximum of `values` over at most `bins` stretches of equal length in steps."""
+    if bins < len(step):
+        edges = np.unique(np.searchsorted(step, np.linspace(step[0], step[-1] + 1, bins + 1)[:-1]))
+    else:
+        edges = np.arange(len(step))
     count = np.diff(np.append(edges, len(step)))
     return (
         np.add.reduceat(step, edges) / count,

@@ -68,7 +68,7 @@ def draw_linear(forecast: Forecast, record: RunRecord) -> "Figure":
     with _style():
         figure = draw_run(forecast, record)
         if record.statistic is not None:
-            figure.axes[-1].set_ylabel("statistic / threshold")
+            figure.axes[-1].set_ylabel("statistic /\nthreshold")
             figure.axes[-1].set_ylim(bottom=0)
         _label_events(figure, record.events, forecast.plan.total_steps)
     return figure
@@ -81,7 +81,7 @@ def draw_logarithmic(forecast: Forecast, record: RunRecord) -> "Figure":
     means = _log_means(record)
     first, last = max(1, min(int(means.step[0]), forecast.first_step)), forecast.plan.total_steps
     with _style():
-        figure = draw_run(forecast, means)
+        figure = draw_run(forecast, means, averaged=True)
         figure.set_size_inches(10, 6)
         for axis in figure.axes:
             axis.set_xscale("log")
