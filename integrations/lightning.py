@@ -101,7 +101,7 @@ class _GuardHooks:
         self._intake: LossIntake | None = None
         self._restored: Mapping[str, Any] | None = None
         self._global_step = 0
-        self._stopping = False
+        self._stopping = self._of_validation = False
 
     @property
     def state_key(self) -> str:
@@ -134,6 +134,7 @@ class _GuardHooks:
             log_every_n_steps=trainer.log_every_n_steps,
         )
         self.guard, self._stopping = self._intake.guard, False
+        self._of_validation = self.guard.forecast.plan.split == "validation"
         main_process = trainer.is_global_zero
         self._config.resume(self._intake, self._restored, step=trainer.global_step, main_process=main_process)
         self._restored = None
@@ -141,26 +142,29 @@ class _GuardHooks:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Runs after every micro-batch on every rank; an optimizer step has ended when `global_step` moved."""
-        if self._intake is None or self.guard is None or self.guard.forecast.plan.split == "validation":
+        intake = self._intake
+        if intake is None or self._of_validation:
             return
-        if outputs is not None and not (isinstance(outputs, Mapping) and not outputs):  # training_step -> None
-            found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+        # A training_step that returns None comes as None or as an empty dict.
+        found = outputs if isinstance(outputs, Mapping) else {} if outputs is None else {"loss": outputs}
+        automatic = pl_module.automatic_optimization
+        if found:
             for key in (self.loss_key, self.tokens_key):
                 if key is not None and key not in found:
                     raise TrajectoryGuardError(f"training_step returned {sorted(found)} without {key!r}")
-            divided = self.loss_key == "loss" and pl_module.automatic_optimization
-            parts = trainer.accumulate_grad_batches if divided else 1
-            loss = found[self.loss_key] if parts == 1 else found[self.loss_key] * parts
-            self._intake.add(loss, tokens=None if self.tokens_key is None else found[self.tokens_key])
-        if trainer.global_step == self._global_step:
-            return
-        self._global_step = trainer.global_step
-        self._intake.end_step(trainer.global_step if pl_module.automatic_optimization else None)
-        self._act(trainer, self._intake)
+            loss = found[self.loss_key]
+            if automatic and self.loss_key == "loss" and trainer.accumulate_grad_batches != 1:
+                loss = loss * trainer.accumulate_grad_batches
+            intake.add(loss, tokens=None if self.tokens_key is None else found[self.tokens_key])
+        step = trainer.global_step  # Looked up once: it is found through several properties.
+        if step != self._global_step:
+            self._global_step = step
+            intake.end_step(step if automatic else None)
+            self._act(trainer, intake)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Runs after every validation on every rank: a guard of a validation fit judges the metric `loss_key`."""
-        if self._intake is None or trainer.sanity_checking or self._intake.guard.forecast.plan.split == "train":
+        if self._intake is None or trainer.sanity_checking or not self._of_validation:
             return
         if self.loss_key not in trainer.callback_metrics:
             raise TrajectoryGuardError(f"no metric {self.loss_key!r} among {sorted(trainer.callback_metrics)}")

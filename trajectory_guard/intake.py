@@ -167,14 +167,15 @@ class LossIntake:
         Returns:
             The verdicts that became due, oldest first: none, one, or after a resume several.
         """
-        channels = channels or {}
-        values: list[Scalar] = [self._sum, self._weight, 1.0, *(_scalar(n, v) for n, v in channels.items())]
-        counted = self._counted
+        total, weight, counted = self._sum, self._weight, self._counted
         self._open_window()
-        step = self.step + 1 if step is None else step
-        self.step = step
+        self.step = step = self.step + 1 if step is None else step
         if self._off:
             return ()
+        if not (channels or self.average_ranks or self._pending) and type(total) is type(weight) is float:
+            return self._observe(step, total, weight, counted, None)  # The usual case, without the queue.
+        channels = channels or {}
+        values: list[Scalar] = [total, weight, 1.0, *(_scalar(n, v) for n, v in channels.items())]
         if self.average_ranks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             reduced = self._over_ranks(values)
             if reduced is None:
@@ -272,18 +273,21 @@ class LossIntake:
         return self._judge(due)
 
     def _judge(self, count: int) -> tuple[Verdict, ...]:
-        verdicts = []
+        verdicts: tuple[Verdict, ...] = ()
         for _ in range(count):
             observation = self._pending.popleft()
             total, weight, ranks, *rest = observation.read()
-            if weight == 0:
-                continue
             channels = {name: value / ranks for name, value in zip(observation.channels, rest, strict=True)}
-            tokens = round(weight) if observation.counted and math.isfinite(weight) else None
-            verdicts.append(
-                self.guard.observe(observation.step, total / weight, tokens=tokens, channels=channels or None)
-            )
-        return tuple(verdicts)
+            verdicts += self._observe(observation.step, total, weight, observation.counted, channels or None)
+        return verdicts
+
+    def _observe(
+        self, step: int, total: float, weight: float, counted: bool, channels: dict[str, float] | None
+    ) -> tuple[Verdict, ...]:
+        if weight == 0:
+            return ()
+        tokens = round(weight) if counted and math.isfinite(weight) else None
+        return (self.guard.observe(step, total / weight, tokens=tokens, channels=channels),)
 
 
 def _scalar(name: str, value: Any) -> Scalar:
