@@ -30,6 +30,7 @@ def source(tmp_path_factory, synthetic_ladder, synthetic_rung) -> Path:
     with SummaryWriter(str(folder / "run")) as writer:
         for step, value in enumerate(loss.tolist()):
             writer.add_scalar("train/loss", value, step)
+            writer.add_scalar("grad_norm", 1.0 + step / STEPS, step)
     return folder
 
 
@@ -58,10 +59,21 @@ def test_the_guards_cards_and_forecast_stand_in_a_sub_run(source, run, capsys):
     assert {"guard/loss", "guard_bands/lower", "guard_bands/upper", "guard/residual_percent", "guard/flag"} <= set(tags)
     assert tags["guard/flag"].max() == 1.0 and len(tags["guard/loss"]) >= STEPS
     assert np.nanmedian(tags["guard/residual_percent"][1000:]) > 10
+    assert tags["guard/residual_mean_percent"][-1] > 10
+    # An outlook from 15 % of training on, and one that has seen the jump at the end.
+    known = tags["guard/outlook"][np.isfinite(tags["guard/outlook"])]
+    assert 1000 < len(known) <= 1200 and known[-1] > 1.03 * known[0]
     for curve in ("forecast", "forecast_lower", "forecast_upper"):
         assert "train/loss" in tags_of(run / "guard" / curve)
     assert "events of WARNING and above" in capsys.readouterr().out
     assert oct(os.stat(run / "guard").st_mode)[-3:] == "755"
+
+
+def test_channels_that_are_named_get_their_cards(source, run, capsys):
+    assert main(words(source, run, "--channel", "entropy")) == 2
+    assert "no columns ['entropy']; it has" in capsys.readouterr().err
+    assert main(words(source, run, "--channel", "grad_norm")) == 0
+    assert tags_of(run / "guard")["guard/channel/grad_norm"][-1] == pytest.approx(2.0, abs=0.01)
 
 
 def test_sentences_of_events_are_there(source, run):

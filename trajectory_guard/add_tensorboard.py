@@ -11,9 +11,10 @@ from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.logs.tensorboard import event_files
-from trajectory_guard.replay import log_arguments, open_log, replay
+from trajectory_guard.replay import check_channels, log_arguments, open_log, replay
 from trajectory_guard.sinks.scalars import check_name
 from trajectory_guard.sinks.tensorboard import TensorBoardSink
+from trajectory_guard.standing import Standing
 
 __all__ = ["tensorboard_arguments", "tensorboard_command"]
 
@@ -31,6 +32,10 @@ class _Witness:
     def start(self, forecast: Forecast, *, resumed_step: int | None) -> None:
         """See `Sink.start`."""
         self._call("start", forecast, resumed_step=resumed_step)
+
+    def standing(self, standing: Standing) -> None:
+        """See `TensorBoardSink.standing`."""
+        self._call("standing", standing)
 
     def verdict(self, verdict: Verdict) -> None:
         """See `Sink.verdict`."""
@@ -61,6 +66,7 @@ def tensorboard_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fit", type=Path, help="fit (JSON)")
     parser.add_argument("logdir", type=Path, help="folder that holds the run's event files")
     log_arguments(parser)
+    parser.add_argument("--channel", action="append", default=[], help="another number of the log to watch; repeatable")
     parser.add_argument("--name", default="guard", help="name of the tags and of the new sub-run, default: guard")
 
 
@@ -81,6 +87,7 @@ def tensorboard_command(args: argparse.Namespace) -> int:
         )
     fit = load_fit(args.fit)
     forecast, log, notes = open_log(args, fit, logdir)
+    check_channels(args.channel, log, logdir)
     if any(column.startswith(f"{name}/") for column in log.channels):
         raise TrajectoryGuardError(f"{logdir}: its own event files hold {name}/ tags: a guard of that name watched it")
     for text in notes:
@@ -93,7 +100,11 @@ def tensorboard_command(args: argparse.Namespace) -> int:
         loss_tag = log.column if log.unit == "nats" else None
         sink = _Witness(TensorBoardSink(partial, name=name, loss_tag=loss_tag))
         result = replay(
-            forecast, log.rows(with_channels=False), sinks=[sink], log_every_n_steps=max(1, len(log.step) // POINTS)
+            forecast,
+            log.rows(with_channels=bool(args.channel)),
+            sinks=[sink],
+            channels=args.channel,
+            log_every_n_steps=max(1, len(log.step) // POINTS),
         )
         if sink.failure is not None:
             raise TrajectoryGuardError(f"{target}: not written: {sink.failure}") from sink.failure

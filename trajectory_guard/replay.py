@@ -19,7 +19,7 @@ from trajectory_guard.plan import RunPlan
 from trajectory_guard.sinks.base import Sink
 from trajectory_guard.sinks.jsonl import JsonlSink
 
-__all__ = ["Replay", "log_arguments", "open_log", "replay", "replay_arguments", "replay_command"]
+__all__ = ["Replay", "check_channels", "log_arguments", "open_log", "replay", "replay_arguments", "replay_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,17 @@ def open_log(args: argparse.Namespace, fit: DelphiFit, path: Path) -> tuple[Fore
     return fit.forecast(plan, override_recipe=args.override_recipe), log, tuple(notes)
 
 
+def check_channels(names: Sequence[str], log: LogRead, path: Path) -> None:
+    """Check that a log has columns of these names.
+
+    Raises:
+        TrajectoryGuardError: one is missing.
+    """
+    missing = sorted(set(names) - set(log.channels))
+    if missing:
+        raise TrajectoryGuardError(f"{path}: no columns {missing}; it has {sorted(log.channels)}")
+
+
 def replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `trajectory-guard replay`."""
     parser.add_argument("fit", type=Path, help="fit (JSON)")
@@ -130,9 +141,7 @@ def replay_command(args: argparse.Namespace) -> int:
     forecast, log, notes = open_log(args, fit, args.log)
     for text in notes:
         print(f"note: {text}", file=sys.stderr)
-    missing = sorted(set(args.channel) - set(log.channels))
-    if missing:
-        raise TrajectoryGuardError(f"{args.log}: no columns {missing}; it has {sorted(log.channels)}")
+    check_channels(args.channel, log, args.log)
     paired = None
     if args.paired:
         twin = read_log(args.paired, plan=forecast.plan, metric=args.metric, split=fit.split)

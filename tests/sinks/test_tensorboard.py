@@ -208,7 +208,7 @@ def test_cards_stand_in_reading_order_with_their_units_and_the_channels_come_las
     watch(TensorBoardSink(tmp_path), table, range(1, 1001)).close()
     cards = cards_of(read(tmp_path))
     assert [title for title, _ in cards] == [
-        "1. Loss at the step, interval of its mean (nats)",
+        "1. Loss, mean of last 1 % of the run (nats)",
         "2. Residual, mean of last 1 % of the run (%)",
         "3. Change statistic over threshold (alarm at 1)",
         "4. Outlook: final loss, given the run so far (nats)",
@@ -230,6 +230,8 @@ def test_the_residual_card_shows_a_mean_over_single_steps_and_the_outlook_card_t
     late = [step for step in single if step > 300]
     assert np.std([single[step] for step in late]) > 0.5
     assert [mean[step] for step in late] == pytest.approx([1.0] * len(late), abs=0.3)
+    means = {p.step: p.value for p in events.Scalars("guard/loss_mean")}
+    assert [means[s] for s in late] == pytest.approx([table.loss(s) * (1 + mean[s] / 100) for s in late])
     outlook = {p.step: p.value for p in events.Scalars("guard/outlook")}
     # Nothing is foretold before 15 % of training.
     assert all(math.isnan(value) == (step < 300) for step, value in outlook.items())
@@ -240,6 +242,18 @@ def test_the_residual_card_shows_a_mean_over_single_steps_and_the_outlook_card_t
 
 
 TAGS = ("residual_percent", "residual_mean_percent")
+
+
+def test_a_loss_that_is_not_finite_shows_in_the_loss_card_though_it_is_no_part_of_the_mean(tmp_path: Path):
+    guard = watch(TensorBoardSink(tmp_path), forecast(), range(1, 500))
+    for step, loss in ((500, math.nan), (505, math.inf), (510, 2.5)):
+        guard.observe(step, loss)
+    guard.close()
+    events = read(tmp_path)
+    shown = {p.step: p.value for p in events.Scalars("guard/loss_mean")}
+    assert math.isnan(shown[500]) and math.isinf(shown[505]) and 2.5 < shown[510] < 3.0
+    residual = {p.step: p.value for p in events.Scalars("guard/residual_mean_percent")}
+    assert math.isfinite(residual[500]) and math.isfinite(residual[505])
 
 
 def test_a_channel_is_written_at_every_verdict_once_it_was_seen(tmp_path: Path):

@@ -1,5 +1,6 @@
 """The numbers that every sink shows for a verdict, under one set of names and in one call."""
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -39,11 +40,12 @@ def verdict_scalars(
         standing: how the run stands beside it.
 
     Returns:
-        `loss`, `forecast`, `lower` and `upper` in nats; `residual_percent` with `residual_lower_percent` and
-        `residual_upper_percent`, the interval relative to the forecast; `residual_mean_percent` over the last 0.5 to
-        1 % of the run; `residual_sigma`; `alarm_ratio`, the change statistic over its threshold, with its
-        `alarm_floor` 0 and `alarm_limit` 1; `outlook` of the final loss with `outlook_lower` and `outlook_upper` in
-        nats; `flag`, 0 or 1; and `channel/NAME`.
+        `loss`, `forecast`, `lower` and `upper` in nats; `loss_mean`, the forecast times the mean ratio of the losses to
+        it over the last 0.5 to 1 % of the run, or the loss where that is not finite; `residual_percent` with
+        `residual_lower_percent` and `residual_upper_percent`, the interval relative to the forecast;
+        `residual_mean_percent` over the same steps as `loss_mean`; `residual_sigma`; `alarm_ratio`, the change
+        statistic over its threshold, with its `alarm_floor` 0 and `alarm_limit` 1; `outlook` of the final loss with
+        `outlook_lower` and `outlook_upper` in nats; `flag`, 0 or 1; and `channel/NAME`.
 
     Example:
         >>> verdict = Verdict(step=3, loss=2.2, forecast=2.0, lower=1.9, upper=2.1, residual_nats=0.2,
@@ -53,16 +55,19 @@ def verdict_scalars(
     """
     f = verdict.forecast
     outlook = None if standing is None else standing.outlook(shown_level(standing.forecast))
-    nothing = float("nan")
+    nothing = math.nan
+    mean_percent = nothing if standing is None else standing.residual_percent
     values = {
         "loss": verdict.loss,
+        # A NaN is no part of the mean, and must be seen.
+        "loss_mean": f * (1.0 + mean_percent / 100.0) if math.isfinite(verdict.loss) else verdict.loss,
         "forecast": f,
         "lower": verdict.lower,
         "upper": verdict.upper,
         "residual_percent": verdict.residual_percent,
         "residual_lower_percent": 100.0 * (verdict.lower - f) / f,
         "residual_upper_percent": 100.0 * (verdict.upper - f) / f,
-        "residual_mean_percent": nothing if standing is None else standing.residual_percent,
+        "residual_mean_percent": mean_percent,
         "residual_sigma": verdict.residual_sigma,
         "alarm_ratio": verdict.statistic / verdict.threshold,
         "alarm_floor": 0.0,

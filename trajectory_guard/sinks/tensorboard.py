@@ -33,8 +33,8 @@ VERDICTS = 4000
 A run of 10^6 steps would else write 20,000, of a dozen tags each."""
 
 _CHARTS = (
-    # Title; value, lower edge, upper edge. The first is of single steps, whose noise the interval does not hold.
-    ("Loss at the step, interval of its mean (nats)", ("loss", "lower", "upper")),
+    # Title; value, lower edge, upper edge. Means, for the interval is one of the mean: single steps leave it by noise.
+    ("Loss, mean of last 1 % of the run (nats)", ("loss_mean", "lower", "upper")),
     (
         "Residual, mean of last 1 % of the run (%)",
         ("residual_mean_percent", "residual_lower_percent", "residual_upper_percent"),
