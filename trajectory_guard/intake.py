@@ -172,7 +172,8 @@ class LossIntake:
         self.step = step = self.step + 1 if step is None else step
         if self._off:
             return ()
-        if not (channels or self.average_ranks or self._pending) and type(total) is type(weight) is float:
+        queued = channels or self.average_ranks or self._pending
+        if not queued and isinstance(total, float) and isinstance(weight, float):
             return self._observe(step, total, weight, counted, None)  # The usual case, without the queue.
         channels = channels or {}
         values: list[Scalar] = [total, weight, 1.0, *(_scalar(n, v) for n, v in channels.items())]
