@@ -121,12 +121,14 @@ class Router(nn.Module):
         self.balancer = _balancer(config)
 
     def forward(self, x: Tensor) -> Routing:
-        with torch.autocast(x.device.type, enabled=False):
-            logits = x.float() @ self.weight.float()
-        balancer = self.balancer
+        logits, balancer, seen = self.logits(x), self.balancer, x.detach()
         routing = route(logits, self.top_k, bias=balancer.bias, score="sigmoid", cutoff=balancer.wants_cutoff)
-        balancer.observe(routing, logits)
+        balancer.observe(routing, logits, rescore=lambda: self.logits(seen))
         return routing
+
+    def logits(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ self.weight.float()
 
 
 def _balancer(config: MoEConfig) -> Balancer:

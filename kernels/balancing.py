@@ -16,13 +16,14 @@ optimizer step, from all micro-batches since the last step and all ranks, after 
 Checkpoint at step boundaries: counts of an unfinished step are not saved.
 """
 
-import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from trajectory_guard.kernels.checks import RoutingError
+from trajectory_guard.kernels.loads import LoadMetrics, load_metrics
+from trajectory_guard.kernels.quantile import histogram_quantile, solve
 from trajectory_guard.kernels.reference import Routing, Score, load_balance_loss, required_bias
 from trajectory_guard.kernels.routing import qb_histogram_
 
@@ -61,15 +62,30 @@ class Balancer(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    def observe(self, r: Routing, logits: Tensor, *, valid: Tensor | None = None) -> None:
-        """Count one micro-batch; does nothing in eval mode, without grad, or when a checkpoint recomputes."""
+    def observe(
+        self,
+        r: Routing,
+        logits: Tensor,
+        *,
+        valid: Tensor | None = None,
+        rescore: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Count one micro-batch; does nothing in eval mode, without grad, or when a checkpoint recomputes.
+
+        Args:
+            r: what `route` returned.
+            logits: [T, E] what it was given.
+            valid: [T] bool, False for padding.
+            rescore: returns these tokens' logits [T, E] by the router's weights at the time of the call, which is after
+                the optimizer's; used by `QuantileBalancing(method="exact")` alone, and keeps alive what it refers to.
+        """
         if not self.training or not torch.is_grad_enabled() or _recomputing():
             return
         if r.counts is None:
             raise RoutingError("balancing needs the statistics: route(..., stats=True)")
         with torch.no_grad():
             self._counts = r.counts.clone() if self._counts is None else self._counts + r.counts
-            self._collect(r, logits.detach(), valid)
+            self._collect(r, logits.detach(), valid, rescore)
 
     def loss(self, r: Routing) -> Tensor:
         """A term for the training loss, 0-d; zero unless the rule works by gradient."""
@@ -79,26 +95,28 @@ class Balancer(nn.Module):
         """Int32 [n], the same n on every rank: what is summed over ranks before `update`."""
         return torch.zeros_like(self.bias, dtype=torch.int32) if self._counts is None else self._counts
 
+    def samples(self) -> Tensor | None:
+        """Float32 [n, E], n free: what no sum can carry, gathered from all ranks before `update`; mostly None."""
+        return None
+
     @torch.no_grad()
-    def update(self, statistics: Tensor | None = None) -> None:
+    def update(self, statistics: Tensor | None = None, samples: Tensor | None = None) -> None:
         """End the optimizer step: set `load`, change the bias, forget the counts.
 
         Args:
             statistics: the sum of `statistics()` over ranks; by default this rank's alone.
+            samples: the rows of `samples()` from all ranks, rows of NaN among them; by default this rank's alone.
         """
         total = self.statistics() if statistics is None else statistics
         self.load = total[: self.n_experts].clone()
-        self._step(total)
+        self._step(total, self.samples() if samples is None else samples)
         self._counts = None
 
-    def _collect(self, r: Routing, logits: Tensor, valid: Tensor | None) -> None:
+    def _collect(self, r: Routing, logits: Tensor, valid: Tensor | None, rescore: Callable[[], Tensor] | None) -> None:
         """Keep more than the counts."""
 
-    def _step(self, total: Tensor) -> None:
+    def _step(self, total: Tensor, samples: Tensor | None) -> None:
         """Change the bias given the global statistics."""
-
-    def _gather(self, group: object) -> None:
-        """Exchange what a sum cannot carry; called on every rank before `update`."""
 
 
 class SignRule(Balancer):
@@ -123,7 +141,7 @@ class SignRule(Balancer):
             raise RoutingError(f"rate must be positive, got {rate}")
         self.rate = rate
 
-    def _step(self, total: Tensor) -> None:
+    def _step(self, total: Tensor, samples: Tensor | None) -> None:
         load = total.double()
         self.bias += self.rate * torch.sign(load.mean() - load).float()
 
@@ -153,16 +171,21 @@ class QuantileBalancing(Balancer):
 
     For a token t with alpha_t the (k+1)-th largest score + bias, expert e needs the bias r_te = alpha_t - score_te.
     Next step's bias is the k/E quantile of r_te over the global batch, less the mean over experts. No rate to tune;
-    the rule solves the last batch exactly, so small batches want an `ema`.
+    the rule solves the last batch, so small batches want an `ema`.
+
+    Where the router moves much from step to step, the last batch's scores are no longer those that the next one will
+    get, and one pass does not reach even loads. `method="exact"` with `passes=5` and `observe(..., rescore=...)` solves
+    that batch anew with the weights after the step.
 
     Args:
         n_experts: E, above k.
         k: experts a token.
         score: the `score` given to `route`.
         method: `histogram` sums one histogram over ranks and interpolates in a bin; `exact` keeps every r_te of a step
-            (T * E floats a layer) and gathers them from all ranks.
+            (T * E floats a layer, or what `rescore` refers to) and gathers them from all ranks.
         bins: bins of the histogram over [min bias - 1, max bias + 1].
         ema: share of the old bias that is kept, in [0, 1).
+        passes: alternations of alpha and quantile on the same batch, see `quantile.solve`; more than 1 needs `exact`.
 
     >>> from trajectory_guard.kernels.reference import route
     >>> b = QuantileBalancing(2, 1, method="exact")
@@ -187,6 +210,7 @@ class QuantileBalancing(Balancer):
         method: Literal["histogram", "exact"] = "histogram",
         bins: int = 1000,
         ema: float = 0.0,
+        passes: int = 1,
     ) -> None:
         super().__init__(n_experts, k)
         if k >= n_experts:
@@ -197,11 +221,13 @@ class QuantileBalancing(Balancer):
             raise RoutingError(f"bins must be at least 2, got {bins}")
         if not 0.0 <= ema < 1.0:
             raise RoutingError(f"ema must be in [0, 1), got {ema}")
+        if passes < 1 or (passes > 1 and method != "exact"):
+            raise RoutingError(f"passes must be 1, or more with method `exact`, got {passes} with {method!r}")
         self.score: Score = score
-        self.method, self.bins, self.ema = method, bins, ema
+        self.method, self.bins, self.ema, self.passes = method, bins, ema, passes
         self.register_buffer("bounds", torch.tensor([-1.0, 1.0]))
         self._hist: Tensor | None = None
-        self._required: list[Tensor] = []
+        self._required: list[Tensor | Callable[[], Tensor]] = []
 
     def statistics(self) -> Tensor:
         """Loads [E], then for the histogram method its E * bins counts."""
@@ -212,79 +238,40 @@ class QuantileBalancing(Balancer):
             return torch.cat([load, load.new_zeros(self.n_experts * self.bins)])
         return torch.cat([load, self._hist.view(-1)])
 
-    def _collect(self, r: Routing, logits: Tensor, valid: Tensor | None) -> None:
+    def samples(self) -> Tensor | None:
+        """Required biases of the exact method, each token's up to a constant."""
+        if self.method != "exact":
+            return None
+        rows = [r if isinstance(r, Tensor) else r() for r in self._required]
+        return torch.cat([self.bias.new_zeros(0, self.n_experts), *rows])
+
+    def _collect(self, r: Routing, logits: Tensor, valid: Tensor | None, rescore: Callable[[], Tensor] | None) -> None:
         if r.cutoff is None:
             raise RoutingError("quantile balancing needs the cutoff: route(..., cutoff=balancer.wants_cutoff)")
         if self.method == "exact":
-            required = required_bias(logits, r.cutoff, self.score).float()
-            self._required.append(required if valid is None else required[valid])
+            cutoff, keep = r.cutoff, slice(None) if valid is None else valid
+
+            def required(scored: Tensor) -> Tensor:
+                return required_bias(scored, cutoff, self.score).float()[keep]
+
+            self._required.append(required(logits) if rescore is None else lambda: required(rescore()))
             return
         if self._hist is None:
             self._hist = torch.zeros(self.n_experts, self.bins, dtype=torch.int32, device=logits.device)
         qb_histogram_(self._hist, logits, r.cutoff, self.bounds[0], self.bounds[1], score=self.score, valid=valid)
 
-    def _gather(self, group: object) -> None:
-        if self.method == "exact":
-            mine = self._pooled()
-            rows = torch.tensor([mine.shape[0]], device=mine.device)
-            torch.distributed.all_reduce(rows, op=torch.distributed.ReduceOp.MAX, group=group)  # pyright: ignore
-            padded = mine.new_full((int(rows), self.n_experts), float("nan"))
-            padded[: mine.shape[0]] = mine
-            parts = [torch.empty_like(padded) for _ in range(torch.distributed.get_world_size(group))]  # pyright: ignore
-            torch.distributed.all_gather(parts, padded, group=group)  # pyright: ignore
-            self._required = parts
-
-    def _pooled(self) -> Tensor:
-        if not self._required:
-            return self.bias.new_zeros(0, self.n_experts)
-        return self._required[0] if len(self._required) == 1 else torch.cat(self._required)
-
-    def _step(self, total: Tensor) -> None:
-        share = self.k / self.n_experts
-        lo, hi = self.bounds[0], self.bounds[1]
-        if self.method == "exact":
-            fresh = exact_quantile(self._pooled().clamp(lo, hi), share)
+    def _step(self, total: Tensor, samples: Tensor | None) -> None:
+        if samples is not None:
+            fresh = solve(samples, self.bias, self.k, self.passes)
         else:
             hist = total[self.n_experts :].view(self.n_experts, self.bins)
-            fresh = histogram_quantile(hist, share, lo, hi)
+            fresh = histogram_quantile(hist, self.k / self.n_experts, self.bounds[0], self.bounds[1])
+            fresh = torch.where(fresh.isnan(), self.bias, fresh)  # an expert without one finite logit keeps its bias
+            fresh = fresh - fresh.mean()
         self._hist, self._required = None, []
-        fresh = torch.where(fresh.isnan(), self.bias, fresh)  # an expert without one finite logit keeps its bias
-        fresh = self.ema * self.bias + (1.0 - self.ema) * (fresh - fresh.mean())
+        fresh = self.ema * self.bias + (1.0 - self.ema) * fresh
         self.bias.copy_(fresh)
         self.bounds.copy_(torch.stack([fresh.amin() - 1.0, fresh.amax() + 1.0]))
-
-
-def exact_quantile(values: Tensor, share: float) -> Tensor:
-    """The value in each column of [N, E] with a share of its non-NaN values at or below it; NaN for empty columns.
-
-    >>> exact_quantile(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 0.5)
-    tensor([2.5000])
-    """
-    if values.shape[0] == 0:
-        return values.new_full((values.shape[1],), float("nan"))
-    columns = values.t().contiguous().sort(-1)[0]  # NaN sorts last
-    n = (~columns.isnan()).sum(-1)
-    # Halfway between the last value inside the share and the first outside, so that rounding moves no token.
-    inside = (share * n).long().clamp(min=1)
-    low = columns.gather(1, (inside - 1)[:, None])[:, 0]
-    high = columns.gather(1, torch.minimum(inside, (n - 1).clamp(min=0))[:, None])[:, 0]
-    return (low + high) / 2
-
-
-def histogram_quantile(hist: Tensor, share: float, lo: Tensor | float, hi: Tensor | float) -> Tensor:
-    """The same from counts [E, B] over [lo, hi], interpolated linearly inside a bin; NaN for empty rows.
-
-    >>> histogram_quantile(torch.tensor([[0, 4, 4, 0]], dtype=torch.int32), 0.25, 0.0, 4.0)
-    tensor([1.5000])
-    """
-    upto = hist.cumsum(-1, dtype=torch.int64)
-    n = upto[:, -1:]
-    target = share * n.double()
-    place = (upto < target).sum(-1, keepdim=True).clamp(max=hist.shape[1] - 1)
-    here = hist.gather(1, place).double()
-    before = upto.gather(1, place).double() - here
-    inside = place + (target - before) / here  # 0/0, NaN, for empty rows
-    return (lo + (hi - lo) * (inside[:, 0] / hist.shape[1])).float()
 
 
 def _recomputing() -> bool:
@@ -303,8 +290,9 @@ def attach(
     After, not before: where `optimizer.step(closure)` runs forward and backward itself (Lightning does), a hook before
     it would see the counts of the step before, and a checkpoint in between would lose them.
 
-    All layers travel in one all-reduce (the exact quantile method gathers a layer at a time besides). Every rank must
-    step the same number of times: the collective is in `optimizer.step`, and a rank that skips it hangs the rest.
+    All layers travel in one all-reduce, and those of the exact quantile method in one all-gather besides. Every rank
+    must step the same number of times: the collectives are in `optimizer.step`, and a rank that skips it hangs the
+    rest.
 
     Args:
         optimizer: its step post-hook is used.
@@ -329,42 +317,24 @@ def attach(
         parts = [balancer.statistics() for balancer in found]
         total = torch.cat(parts)
         torch.distributed.all_reduce(total, group=group)  # pyright: ignore
-        for balancer, part in zip(found, total.split([len(p) for p in parts]), strict=True):
-            balancer._gather(group)
-            balancer.update(part)
+        samples = _gather([balancer.samples() for balancer in found], group)
+        for balancer, part, rows in zip(found, total.split([len(p) for p in parts]), samples, strict=True):
+            balancer.update(part, rows)
 
     return optimizer.register_step_post_hook(after_step)
 
 
-class LoadMetrics(NamedTuple):
-    """How evenly the experts are used; 0-d tensors (no device synchronisation)."""
-
-    max_violation: Tensor
-    """Largest load over the mean load, less 1: 0 is perfect balance (Wang et al. 2024, eq. 4)."""
-    cv: Tensor
-    """Standard deviation of the loads over their mean."""
-    dead: Tensor
-    """Experts without a single token."""
-    entropy: Tensor
-    """Entropy of the loads over its largest value log(E): 1 is perfect balance."""
-
-
-def load_metrics(load: Tensor) -> LoadMetrics:
-    """Metrics of one layer's loads.
-
-    Args:
-        load: [E] copies sent to each expert.
-
-    >>> [round(x.item(), 3) for x in load_metrics(torch.tensor([3, 1, 0, 0]))]
-    [2.0, 1.225, 2, 0.406]
-    """
-    counts = load.float()
-    mean = counts.mean().clamp(min=1e-20)
-    p = counts / counts.sum().clamp(min=1e-20)
-    full = max(1e-20, math.log(len(load)))
-    return LoadMetrics(
-        max_violation=counts.amax() / mean - 1.0,
-        cv=counts.std(correction=0) / mean,
-        dead=(counts == 0).sum(),
-        entropy=-torch.special.xlogy(p, p).sum() / full,
-    )
+def _gather(samples: list[Tensor | None], group: object) -> list[Tensor | None]:
+    """Each layer's rows from all ranks, in the ranks' order; short ones are filled up with rows of NaN."""
+    mine = [rows for rows in samples if rows is not None]
+    if not mine:
+        return samples
+    most = torch.tensor(max(len(rows) for rows in mine), device=mine[0].device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)  # pyright: ignore
+    n = int(most)
+    flat = torch.cat([nn.functional.pad(rows, (0, 0, 0, n - len(rows)), value=float("nan")).view(-1) for rows in mine])
+    ranks = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size(group))]  # pyright: ignore
+    torch.distributed.all_gather(ranks, flat, group=group)  # pyright: ignore
+    sizes = [n * rows.shape[1] for rows in mine]
+    pieces = zip(*(rank.split(sizes) for rank in ranks), strict=True)
+    return [None if rows is None else torch.cat(next(pieces)).view(-1, rows.shape[1]) for rows in samples]

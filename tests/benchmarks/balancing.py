@@ -40,6 +40,8 @@ RULES = {
     "aux .01": AuxLoss,
     "quantile": lambda e, k: QuantileBalancing(e, k, score="sigmoid"),
     "quantile ema .9": lambda e, k: QuantileBalancing(e, k, score="sigmoid", ema=0.9),
+    # The last batch solved anew with the weights after the step, as the example's router lets it.
+    "quantile exact 5": lambda e, k: QuantileBalancing(e, k, score="sigmoid", method="exact", passes=5),
 }
 LAYERS = {"example (E=8, k=2)": (8, 2, 13), "wide (E=32, k=4)": (32, 4, 58)}
 """Experts, k, sequences of 64 bytes a step: the example's smallest rung, and the batch of its target."""

@@ -12,10 +12,9 @@ from trajectory_guard.kernels.balancing import (
     QuantileBalancing,
     SignRule,
     attach,
-    exact_quantile,
-    histogram_quantile,
     load_metrics,
 )
+from trajectory_guard.kernels.quantile import exact_quantile, histogram_quantile, solve
 from trajectory_guard.kernels.routing import (
     RoutingError,
     gather,
@@ -29,6 +28,7 @@ from trajectory_guard.kernels.routing import (
 RULES = {
     "exact": lambda e, k: QuantileBalancing(e, k, method="exact"),
     "histogram": lambda e, k: QuantileBalancing(e, k),
+    "solved": lambda e, k: QuantileBalancing(e, k, method="exact", passes=5),
     "sign": lambda e, k: SignRule(e, k, rate=0.01),
     "aux": lambda e, k: AuxLoss(e, k),
     "none": lambda e, k: Balancer(e, k),
@@ -80,6 +80,48 @@ def test_the_histogram_is_the_exact_quantile_to_a_bin():
         observed(balancer, logits)
         balancer.update()
     assert (exact.bias - binned.bias).abs().max() < 2.0 / 1000
+
+
+def test_more_passes_solve_a_batch_at_once():
+    violations = []
+    for passes in (1, 5, 20):
+        balancer = QuantileBalancing(16, 4, method="exact", passes=passes)
+        observed(balancer, skewed(2048, 16))
+        balancer.update()
+        violations.append(load_metrics(observed(balancer, skewed(2048, 16)).counts).max_violation.item())
+    assert violations[0] > 3 * violations[1] > 3 * violations[2] and violations[2] < 0.01
+
+
+def test_with_rescore_the_batch_is_solved_for_the_weights_after_the_step():
+    """Loads of the same batch under weights that have moved: even only for the rule that saw them move."""
+    x, weight = (
+        skewed(2048, 12),
+        torch.nn.Parameter(torch.randn(12, 16, generator=torch.Generator().manual_seed(1)) / 4),
+    )
+    violations = []
+    for rescored in (False, True):
+        balancer = QuantileBalancing(16, 4, method="exact", passes=20)
+        moving = torch.nn.Parameter(weight.detach().clone())
+        logits = x @ moving
+        r = route(logits, 4, bias=balancer.bias, cutoff=True)
+        balancer.observe(r, logits, rescore=(lambda w=moving: x @ w) if rescored else None)
+        with torch.no_grad():
+            moving.mul_(2.0)
+        balancer.update()
+        violations.append(load_metrics(route(x @ moving, 4, bias=balancer.bias).counts).max_violation.item())
+    assert violations[1] < 0.05 < 0.3 < violations[0]
+
+
+def test_solving_keeps_nan_below_and_masked_experts_out():
+    logits = skewed(400, 8)
+    logits[::7, 2] = float("nan")
+    logits[:, 5] = -float("inf")
+    balancer = QuantileBalancing(8, 2, method="exact", passes=10, score="sigmoid")
+    for _ in range(3):
+        observed(balancer, logits, score="sigmoid")
+        balancer.update()
+    assert balancer.bias.isfinite().all() and balancer.bounds.isfinite().all()
+    assert solve(torch.empty(0, 8), balancer.bias, 2, 1).equal(balancer.bias - balancer.bias.mean())
 
 
 def test_quantiles_of_columns_with_nan_and_of_empty_ones():
@@ -170,7 +212,7 @@ def test_state_round_trips_and_the_run_goes_on_as_if_never_stopped(rule, tmp_pat
     steps(resumed, range(3, 6))
     assert torch.equal(straight.bias, resumed.bias)
     names = set(resumed.state_dict())
-    assert names == ({"bias", "bounds"} if rule in ("exact", "histogram") else {"bias"})
+    assert names == ({"bias", "bounds"} if rule in ("exact", "histogram", "solved") else {"bias"})
 
 
 def test_the_bias_stays_float32_in_a_half_precision_model():
@@ -221,7 +263,7 @@ def _rank(rank, rules, path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_agree_and_equal_one_rank_with_the_whole_batch(tmp_path):
-    rules = ["sign", "exact", "histogram", "aux"]
+    rules = ["sign", "exact", "histogram", "aux", "solved"]
     torch.multiprocessing.spawn(_rank, args=(rules, str(tmp_path)), nprocs=2)
     zero, one = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(a, b) for p, q in zip(zero, one, strict=True) for a, b in zip(p, q, strict=True))
@@ -242,6 +284,8 @@ def test_two_ranks_agree_and_equal_one_rank_with_the_whole_batch(tmp_path):
         ("ema must be in", lambda: QuantileBalancing(4, 1, ema=1.0)),
         ("bins must be", lambda: QuantileBalancing(4, 1, bins=1)),
         ("method must be", lambda: QuantileBalancing(4, 1, method="other")),
+        ("passes must be", lambda: QuantileBalancing(4, 1, passes=2)),
+        ("passes must be", lambda: QuantileBalancing(4, 1, method="exact", passes=0)),
         ("rate must be positive", lambda: SignRule(4, 1, rate=0.0)),
         ("must not be negative", lambda: AuxLoss(4, 1, coefficient=-1.0)),
         ("needs the cutoff", lambda: QuantileBalancing(4, 1).observe(route(torch.zeros(2, 4), 1), torch.zeros(2, 4))),
