@@ -257,6 +257,7 @@ def _rank(rank, rules, path):
                     observed(balancer, mine)
             optimizer.step()
         torch.save([(b.bias, b.load) for b in balancers], f"{path}/{rank}.pt")
+        torch.distributed.barrier()  # no rank leaves while the other still listens
     finally:
         torch.distributed.destroy_process_group()
 
