@@ -3,7 +3,8 @@
 // A thread runs until it reaches a warp collective or a barrier. A collective completes when every lane of its mask has
 // arrived at the same one with the same mask; anything else is an error, and so is a state in which no thread can go on.
 // Three orders of running the threads: one warp after the other, each as far as it gets, ascending or descending; and all
-// threads a step at a time, shuffled anew in every pass.
+// threads a step at a time, in one of 64 shuffles drawn anew in every pass. A waiting thread hands over to the next one
+// itself; the loop in shim.cpp only sees the end, a deadlock, an error and the ends of passes.
 // Shared memory and, by the caller, outputs are filled with garbage first.
 #pragma once
 #include <math.h>
@@ -54,10 +55,9 @@ extern "C" void __sanitizer_finish_switch_fiber(void* fake, const void** bottom,
 #define STACK_BYTES (16 * 1024 + 320)  // no power of two: stacks would share their cache lines' places
 #endif
 
-enum State { READY, AT_COLLECTIVE, AT_BARRIER, DONE };
 struct Fiber {
   Index index;
-  State state;
+  bool done;
   void* stack_pointer;
   void* fake;
 };
@@ -123,7 +123,7 @@ static void shim_go(Fiber* to) {
   Fiber* from = shim_self;
 #ifdef __SANITIZE_ADDRESS__
   bool home = to == &shim_main;
-  __sanitizer_start_switch_fiber(from->state == DONE && from != &shim_main ? 0 : &from->fake,
+  __sanitizer_start_switch_fiber(from->done ? 0 : &from->fake,
                                  home ? shim_main_bottom : shim_stacks + (to - shim_fibers) * STACK_BYTES,
                                  home ? shim_main_size : STACK_BYTES);
 #endif
@@ -151,49 +151,74 @@ static char shim_error[512];
 }
 
 struct Warp {
-  unsigned arrived, mask, exited;
-  int kind, line;
-  uint32_t value[32], result[32];
-  int argument[32];
+  unsigned ready, arrived, mask, exited;
+  int kind, line, argument;
+  uint32_t all, value[32], result[32];
 };
 static Warp shim_warps[MAX_THREADS / 32];
-static int shim_threads, shim_waiting, shim_barrier_line, shim_done;
+static int shim_order, shim_threads, shim_waiting, shim_barrier_line, shim_done;
+static const short* shim_turn;  // order 2: this pass's shuffle, and how far it has got
+static int shim_turned;
+
+// Runs the next thread in this order; the loop in shim.cpp where there is none.
+static void shim_next() {
+  if (shim_order == 2) {
+    while (shim_turned < shim_threads) {
+      unsigned i = (unsigned)shim_turn[shim_turned++], bit = 1u << i % 32;
+      if (!(shim_warps[i / 32].ready & bit)) continue;
+      shim_warps[i / 32].ready &= ~bit;
+      if (&shim_fibers[i] != shim_self) shim_go(&shim_fibers[i]);
+      return;
+    }
+    shim_go(&shim_main);
+    return;
+  }
+  int warps = shim_threads / 32, warp = (int)shim_self->index.x / 32, lane = (int)shim_self->index.x % 32;
+  for (int tried = 0; tried <= warps; ++tried) {
+    Warp& w = shim_warps[warp];
+    if (w.ready) {
+      unsigned later = tried || shim_self == &shim_main ? 0 : shim_order ? w.ready & ((1u << lane) - 1u) : w.ready & ~((2u << lane) - 1u);
+      if (!later) later = w.ready;
+      lane = shim_order ? 31 - __builtin_clz(later) : __builtin_ctz(later);
+      w.ready &= ~(1u << lane);
+      Fiber* f = &shim_fibers[warp * 32 + lane];
+      if (f != shim_self) shim_go(f);
+      return;
+    }
+    warp = shim_order ? (warp ? warp : warps) - 1 : warp + 1 < warps ? warp + 1 : 0;
+  }
+  shim_go(&shim_main);
+}
 
 enum Kind { XOR, UP, BALLOT, REDUCE_MAX, SYNC };
 
-static uint32_t shim_collective(Kind kind, int line, unsigned mask, uint32_t value, int argument) {
+template <Kind kind>
+static uint32_t shim_collective(int line, unsigned mask, uint32_t value, int argument) {
   unsigned lane = shim_self->index.x % 32;
   Warp& w = shim_warps[shim_self->index.x / 32];
   if (!(mask >> lane & 1)) shim_fail("a lane calls a collective whose mask leaves it out", line);
   if (w.exited & mask) shim_fail("a collective waits for a lane that has exited", line);
   if (w.arrived == 0) {
-    w.kind = kind, w.line = line, w.mask = mask;
-  } else if (w.kind != kind || w.line != line || w.mask != mask) {
+    w.kind = kind, w.line = line, w.mask = mask, w.argument = argument;
+    w.all = kind == REDUCE_MAX ? value : 0;
+  } else if (w.kind != kind || w.line != line || w.mask != mask || w.argument != argument) {
     shim_fail("lanes of a warp meet in different collectives", line);
   }
-  w.value[lane] = value;
-  w.argument[lane] = argument;
+  if (kind == XOR || kind == UP) w.value[lane] = value;
+  if (kind == BALLOT && value) w.all |= 1u << lane;
+  if (kind == REDUCE_MAX && (int)value > (int)w.all) w.all = value;
   w.arrived |= 1u << lane;
   if (w.arrived != mask) {
-    shim_self->state = AT_COLLECTIVE;
-    shim_go(&shim_main);
+    shim_next();
     return w.result[lane];
   }
-  uint32_t all = 0;
-  int largest = INT32_MIN;
   for (int i = 0; i < 32; ++i) {
     if (!(mask >> i & 1)) continue;
-    if (kind == BALLOT && w.value[i]) all |= 1u << i;
-    if (kind == REDUCE_MAX && (int)w.value[i] > largest) largest = (int)w.value[i];
-  }
-  for (int i = 0; i < 32; ++i) {
-    if (!(mask >> i & 1)) continue;
-    int source = kind == XOR ? i ^ w.argument[i] : kind == UP ? i - w.argument[i] : i;
-    if (source < 0) source = i;
+    int source = kind == XOR ? (i ^ argument) & 31 : kind == UP && i >= argument ? i - argument : i;
     if (kind == XOR && !(mask >> source & 1)) shim_fail("a shuffle reads a lane outside its mask", line);
-    w.result[i] = kind == BALLOT ? all : kind == REDUCE_MAX ? (uint32_t)largest : w.value[source];
-    shim_fibers[shim_self->index.x / 32 * 32 + i].state = READY;
+    w.result[i] = kind == XOR || kind == UP ? w.value[source] : w.all;
   }
+  w.ready |= mask & ~(1u << lane);
   w.arrived = 0;
   return w.result[lane];
 }
@@ -202,13 +227,10 @@ static void shim_barrier(int line) {
   if (shim_done) shim_fail("a barrier waits for a thread that has exited", line);
   if (shim_waiting == 0) shim_barrier_line = line;
   if (shim_barrier_line != line) shim_fail("threads meet in different barriers", line);
-  if (++shim_waiting < shim_threads) {
-    shim_self->state = AT_BARRIER;
-    shim_go(&shim_main);
-    return;
-  }
+  if (++shim_waiting < shim_threads) return shim_next();
   shim_waiting = 0;
-  for (int i = 0; i < shim_threads; ++i) shim_fibers[i].state = READY;
+  for (int w = 0; w < shim_threads / 32; ++w) shim_warps[w].ready = 0xffffffffu;
+  shim_warps[shim_self->index.x / 32].ready &= ~(1u << shim_self->index.x % 32);
 }
 
 static inline uint32_t shim_bits(float v) {
@@ -222,16 +244,16 @@ static inline float shim_float(uint32_t u) {
   return v;
 }
 static inline float shim_xor(int line, unsigned mask, float v, int o) {
-  return shim_float(shim_collective(XOR, line, mask, shim_bits(v), o));
+  return shim_float(shim_collective<XOR>(line, mask, shim_bits(v), o));
 }
 static inline int shim_xor(int line, unsigned mask, int v, int o) {
-  return (int)shim_collective(XOR, line, mask, (uint32_t)v, o);
+  return (int)shim_collective<XOR>(line, mask, (uint32_t)v, o);
 }
 #define __shfl_xor_sync(mask, v, o) shim_xor(__LINE__, mask, v, o)
-#define __shfl_up_sync(mask, v, o) (int)shim_collective(UP, __LINE__, mask, (uint32_t)(v), o)
-#define __ballot_sync(mask, p) shim_collective(BALLOT, __LINE__, mask, (p) ? 1u : 0u, 0)
-#define __reduce_max_sync(mask, v) (int)shim_collective(REDUCE_MAX, __LINE__, mask, (uint32_t)(v), 0)
-#define __syncwarp() shim_collective(SYNC, __LINE__, 0xffffffffu, 0, 0)
+#define __shfl_up_sync(mask, v, o) (int)shim_collective<UP>(__LINE__, mask, (uint32_t)(v), o)
+#define __ballot_sync(mask, p) shim_collective<BALLOT>(__LINE__, mask, (p) ? 1u : 0u, 0)
+#define __reduce_max_sync(mask, v) (int)shim_collective<REDUCE_MAX>(__LINE__, mask, (uint32_t)(v), 0)
+#define __syncwarp() shim_collective<SYNC>(__LINE__, 0xffffffffu, 0, 0)
 #define __syncthreads() shim_barrier(__LINE__)
 
 // ---- device functions

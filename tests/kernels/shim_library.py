@@ -73,7 +73,7 @@ class Shim:
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
-        self.library.shim_launch.restype = ctypes.c_char_p
+        self.library.shim_launch.restype = self.library.shim_orders.restype = ctypes.c_char_p
         for name, kernel in KERNELS.items():
             sizes = (ctypes.c_int * 32)()
             n = self.library.shim_argument_sizes(name.encode(), sizes)
@@ -92,6 +92,18 @@ class Shim:
         if error:
             raise ShimError(f"{name}: {error.decode()}")
 
+    def launch_orders(self, name: str, blocks: int, orders: tuple, arguments: list, outputs: "Arena") -> None:
+        """One launch in each thread order on outputs filled with garbage; they must agree bit for bit."""
+        packed = pack(name, arguments)
+        places = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(a) for a in packed))
+        error = self.library.shim_orders(
+            name.encode(), blocks, KERNELS[name].threads, (ctypes.c_int * len(orders))(*orders), len(orders), places,
+            ctypes.c_void_p(outputs.start), ctypes.c_size_t(len(outputs.buffer)), FILL,
+        )  # fmt: skip
+        if error:
+            raise ShimError(f"{name}: {error.decode()}")
+        outputs.check()
+
 
 class Arena:
     """Named output arrays in one buffer, garbage-filled, with a red zone before and after each."""
@@ -105,13 +117,14 @@ class Arena:
         self.buffer = np.empty(at + 16, np.uint8)
         skew = -self.buffer.ctypes.data % 16
         self.buffer = self.buffer[skew : skew + at]
+        self.start = self.buffer.ctypes.data
         outside = np.ones(at, bool)
         self.view, self.address = {}, {}
         for name, (start, size) in spans.items():
             outside[start : start + size] = False
             shape, dtype = shapes[name]
             self.view[name] = self.buffer[start : start + size].view(dtype).reshape(shape)
-            self.address[name] = self.buffer.ctypes.data + start
+            self.address[name] = self.start + start
         self.outside = np.flatnonzero(outside)
 
     def fill(self) -> None:
