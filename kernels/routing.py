@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from trajectory_guard.kernels import copies, fused, reference
+from trajectory_guard.kernels import copies, fused, nvrtc, reference
 from trajectory_guard.kernels.checks import RoutingError, check_histogram, check_permute, check_route
 from trajectory_guard.kernels.copies import gather, unpermute
 from trajectory_guard.kernels.reference import Routing, Score, load_balance_loss, z_loss
@@ -89,7 +89,7 @@ def _unavailable() -> str:
     if torch.version.hip:
         return "this torch is built for ROCm"
     try:
-        fused.nvrtc.nvrtc_version()
+        nvrtc.nvrtc_version()
     except ValueError as error:
         return str(error)
     return ""

@@ -133,6 +133,22 @@ def test_line_4_weights_and_sums_are_the_formula(backend, score, norm):
     assert (r.counts == torch.bincount(r.experts.flatten(), minlength=96)).all()
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("tokens", "n_experts", "k"), [(1, 1, 1), (5, 1, 1), (1, 8, 2), (1, 8, 8), (5, 8, 8)])
+def test_one_token_one_expert_and_all_experts_follow_the_formula(backend, score, tokens, n_experts, k):
+    x = logits_of(backend, tokens, n_experts).requires_grad_()
+    r = route(backend, x, k, score=score)
+    want = x.detach().cpu().double().requires_grad_()
+    s = want.softmax(-1) if score == "softmax" else want.sigmoid()
+    picked = s.gather(1, s.argsort(dim=-1, descending=True, stable=True)[:, :k])
+    weights = picked / picked.sum(-1, keepdim=True)
+    probe = torch.arange(1.0, k + 1)
+    (g,) = torch.autograd.grad((r.weights * probe.to(backend.device)).sum() + r.lse.sum(), x)
+    (g_want,) = torch.autograd.grad((weights * probe).sum() + want.logsumexp(-1).sum(), want)
+    assert torch.allclose(r.weights.cpu().double(), weights, atol=1e-6)
+    assert torch.allclose(g.cpu().double(), g_want, atol=1e-6) and r.counts.sum() == tokens * k
+
+
 def test_line_5_softmax_with_norm_is_topk_then_softmax(backend):
     x = logits_of(backend, 50, 128)
     r = route(backend, x, 8)

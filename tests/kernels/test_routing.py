@@ -50,7 +50,7 @@ def block(x, w):
 def test_the_block_compiles_without_breaks_for_any_number_of_tokens():
     w = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (5, 64, 131):
+    for tokens in (5, 64, 1, 131):
         x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens))
         want = block(x, w)
         (g_want,) = torch.autograd.grad(want, w)
