@@ -242,20 +242,24 @@ class MoELM(nn.Module):
         """Sum of the balancers' losses of the last forward."""
         return torch.stack([layer.auxiliary for layer in self.layers()]).sum()
 
-    def router_metrics(self) -> dict[str, float]:
-        """Loads of the last optimizer step: the worst layer's, under names for a logger."""
+    def expert_loads(self) -> dict[str, Tensor]:
+        """How even the loads of the last optimizer step were, 0-d: the worst layer, named as channels for a guard."""
         loads = [layer.router.balancer.load for layer in self.layers()]
         metrics = [load_metrics(load) for load in loads if load is not None]
         if not metrics:
             return {}
-        biases = [layer.router.balancer.bias for layer in self.layers()]
         return {
-            "router/max_violation": max(m.max_violation.item() for m in metrics),
-            "router/cv": max(m.cv.item() for m in metrics),
-            "router/dead_experts": float(sum(m.dead.item() for m in metrics)),
-            "router/entropy": min(m.entropy.item() for m in metrics),
-            "router/bias_range": max((b.amax() - b.amin()).item() for b in biases),
+            "router/max_violation": torch.stack([m.max_violation for m in metrics]).amax(),
+            "router/cv": torch.stack([m.cv for m in metrics]).amax(),
+            "router/dead_experts": torch.stack([m.dead for m in metrics]).sum(),
+            "router/entropy": torch.stack([m.entropy for m in metrics]).amin(),
         }
+
+    def router_metrics(self) -> dict[str, Tensor]:
+        """The loads, and the range of the balancing biases, for a logger: the biases wander in a healthy run too."""
+        biases = [layer.router.balancer.bias for layer in self.layers()]
+        widest = torch.stack([bias.amax() - bias.amin() for bias in biases]).amax()
+        return {**self.expert_loads(), "router/bias_range": widest}
 
     @property
     def active_parameters(self) -> int:

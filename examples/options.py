@@ -19,6 +19,10 @@ FIT = Path(__file__).resolve().parent / "fits" / "moe_tiny.json"
 """The committed fit: made from the rungs alone by make_ladder.py."""
 
 
+ACTIONS = {"warning": "stop", "channel": "warn"}
+"""What the guards of the examples do: the loss may stop a run, the experts' loads are only told of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """A run of the target as the command line asks for it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from moe_lm import MoELM
-from options import Setup, parse
+from options import ACTIONS, Setup, parse
 from outcome import tell
 from recipe import CLIP, Training
 from torch import Tensor, nn
@@ -46,11 +46,11 @@ def train(setup: Setup, rank: int) -> tuple[list[float], TrajectoryGuard]:
     sinks = []
     if rank == 0:
         sinks = [ConsoleSink(), TensorBoardSink(setup.folder), JsonlSink(setup.folder / "events.jsonl")]
-    guard = TrajectoryGuard(forecast, actions={"warning": "stop"}, sinks=sinks, log_every_n_steps=50)
+    guard = TrajectoryGuard(forecast, actions=ACTIONS, sinks=sinks, log_every_n_steps=50)
     training = Training(setup.run, corpus=setup.corpus, seed=setup.seed, fault=setup.fault)
     model = DistributedDataParallel(Loss(training.model))
     losses = []
-    with LossIntake(guard, average_ranks=True) as watch:
+    with LossIntake(guard, average_ranks=True, channels=training.model.expert_loads) as watch:
         for step in range(1, setup.last_step + 1):
             setup.fault.poison(training.model.head, step)
             inputs, targets = (part.tensor_split(RANKS)[rank] for part in training.batches(step))

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from lightning.fabric import Fabric
-from options import Setup, parse
+from options import ACTIONS, Setup, parse
 from outcome import tell
 from recipe import CLIP, Training
 from trajectory_guard.integrations.fabric import GuardConfig, watch_fabric
@@ -28,10 +28,11 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
     config = GuardConfig(
         setup.fit,
         setup.plan,
-        actions={"warning": "stop"},
+        actions=ACTIONS,
         events_path=setup.folder / "events.jsonl",
         report_path=setup.report,
         sinks=[TensorBoardSink(setup.folder)],
+        channels=training.model.expert_loads,
     )
     watch = watch_fabric(fabric, config)
     losses = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from corpus import Batches
 from moe_lm import MoELM
-from options import Setup, parse
+from options import ACTIONS, Setup, parse
 from outcome import tell
 from recipe import CLIP, CONTEXT, Training
 from torch import Tensor, nn
@@ -98,11 +98,12 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
     config = GuardConfig(
         setup.fit,
         setup.plan,
-        actions={"warning": "stop"},
+        actions=ACTIONS,
         log_every_n_steps=50,
         events_path=setup.folder / "events.jsonl",
         report_path=setup.report,
         sinks=[TensorBoardSink(setup.folder)],
+        channels=training.model.expert_loads,
     )
     watch = watch_trainer(trainer, config)
     trainer.train()

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from moe_lm import MoEConfig, MoELM
-from options import Setup, parse
+from options import ACTIONS, Setup, parse
 from outcome import tell
 from recipe import CLIP, CONTEXT, batches_of, optimizer_of
 from trajectory_guard.integrations.lightning import TrajectoryGuardCallback
@@ -55,10 +55,11 @@ def train(setup: Setup, *, watched: bool = True) -> tuple[MoEModule, TrajectoryG
         guard = TrajectoryGuardCallback(
             setup.fit,
             setup.plan,
-            actions={"warning": "stop"},
+            actions=ACTIONS,
             log_every_n_steps=LOG_EVERY,
             events_path=setup.folder / "events.jsonl",
             report_path=setup.report,
+            channels=module.model.expert_loads,
         )
     checkpoints = ModelCheckpoint(
         setup.folder / "checkpoints", every_n_train_steps=setup.checkpoint_every, save_last=True

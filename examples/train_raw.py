@@ -4,7 +4,7 @@ python examples/train_raw.py                        # healthy: three to four min
 python examples/train_raw.py --fault data           # bytes permuted from half of training on
 """
 
-from options import Setup, parse
+from options import ACTIONS, Setup, parse
 from outcome import tell
 from recipe import Training
 
@@ -20,11 +20,12 @@ def train(setup: Setup) -> tuple[list[float], TrajectoryGuard]:
     sinks = [ConsoleSink(), TensorBoardSink(setup.folder), JsonlSink(setup.folder / "events.jsonl")]
     training = Training(setup.run, corpus=setup.corpus, seed=setup.seed, fault=setup.fault)
     losses = []
-    with TrajectoryGuard(forecast, actions={"warning": "stop"}, sinks=sinks, log_every_n_steps=50) as guard:
+    with TrajectoryGuard(forecast, actions=ACTIONS, sinks=sinks, log_every_n_steps=50) as guard:
         for step in range(1, setup.last_step + 1):
             loss = training.step(step)
             losses.append(loss.item())
-            guard.observe(step, losses[-1], tokens=setup.run.tokens_per_step)
+            loads = training.model.expert_loads()
+            guard.observe(step, losses[-1], tokens=setup.run.tokens_per_step, channels=loads)
             if guard.should_stop:
                 break
     return losses, guard

@@ -18,7 +18,7 @@ from trajectory_guard.actions import Action
 from trajectory_guard.adapt import FitSource, GuardConfig, PlanSource
 from trajectory_guard.errors import MissingExtraError, TrajectoryGuardError
 from trajectory_guard.guard import TrajectoryGuard
-from trajectory_guard.intake import LossIntake
+from trajectory_guard.intake import ChannelSource, LossIntake
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.sinks.base import Sink
 
@@ -52,6 +52,7 @@ class _GuardHooks:
         name: str = "guard",
         override_recipe: bool = False,
         sinks: Sequence[Sink] = (),
+        channels: ChannelSource | None = None,
     ) -> None:
         """Watch a Trainer's run against the forecast of its loss.
 
@@ -74,6 +75,7 @@ class _GuardHooks:
             name: first part of every tag and of the state's key: several guards of one run need several names.
             override_recipe: accept a plan whose recipe makes the comparison meaningless; events then say so.
             sinks: further sinks beside the Trainer's loggers, used on the main process.
+            channels: called at the end of every optimizer step for other scalars to watch, by name.
 
         Raises:
             MissingExtraError: Lightning is not installed, or for a report matplotlib.
@@ -96,6 +98,7 @@ class _GuardHooks:
             name=name,
             override_recipe=override_recipe,
             sinks=sinks,
+            channels=channels,
         )
         self.guard: TrajectoryGuard | None = None
         self._intake: LossIntake | None = None

@@ -48,6 +48,25 @@ def test_micro_batches_are_averaged_by_their_tokens():
     assert verdict.loss == pytest.approx((2.0 * 10 + 4.0 * 30) / 40)
 
 
+def test_a_source_of_channels_is_asked_once_a_step_and_named_ones_go_before_it():
+    watch = LossIntake(make_guard(), channels=lambda: {"norm": torch.tensor(2.0), "load": 0.5})
+    for step in range(1, 4):
+        watch.observe(step, 2.5, channels={"norm": 4.0})
+    channels = watch.guard._watcher.channels
+    assert {name: channel.sample for name, channel in channels.items()} == {
+        "norm": pytest.approx([math.log(4.0)] * 3),
+        "load": pytest.approx([math.log(0.5)] * 3),
+    }
+
+
+def test_a_source_that_fails_raises_where_other_ranks_wait_for_its_numbers():
+    def fails() -> dict[str, float]:
+        raise ArithmeticError("no norm to be had")
+
+    with pytest.raises(ArithmeticError, match="no norm"):
+        LossIntake(make_guard(), average_ranks=True, channels=fails).observe(1, 2.5)
+
+
 def test_micro_batches_without_tokens_weigh_the_same():
     watch = LossIntake(make_guard())
     for loss in (1.0, 2.0, 6.0):

@@ -12,7 +12,7 @@ from trajectory_guard.errors import TrajectoryGuardError
 from trajectory_guard.fit import DelphiFit, load_fit
 from trajectory_guard.forecast import Forecast
 from trajectory_guard.guard import TrajectoryGuard
-from trajectory_guard.intake import LossIntake
+from trajectory_guard.intake import ChannelSource, LossIntake
 from trajectory_guard.lr_schedule import LRSchedule
 from trajectory_guard.plan import RunPlan
 from trajectory_guard.report import ReportSink
@@ -50,6 +50,7 @@ class GuardConfig:
         name: first part of every tag, and part of the key of the state: several guards of one run need several names.
         override_recipe: accept a plan whose recipe makes the comparison meaningless; events then say so.
         sinks: further sinks, such as `TensorBoardSink(folder)` or `WandbSink()`, used on the main process.
+        channels: called at the end of every optimizer step for other scalars to watch, by name.
 
     Raises:
         TrajectoryGuardError: numbers are missing, or contradict a plan or a finished forecast.
@@ -71,6 +72,7 @@ class GuardConfig:
     name: str = "guard"
     override_recipe: bool = False
     sinks: Sequence[Sink] = ()
+    channels: ChannelSource | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -170,7 +172,7 @@ class GuardConfig:
             *notes,
             main_process=main_process,
         )
-        return LossIntake(guard, average_ranks=world_size > 1)
+        return LossIntake(guard, average_ranks=world_size > 1, channels=self.channels)
 
     def resume(self, intake: LossIntake, state: Mapping[str, Any] | None, *, step: int, main_process: bool) -> None:
         """Take over the state of a checkpoint, and say what was found.

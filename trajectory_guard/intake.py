@@ -8,7 +8,7 @@ making it wait.
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,11 +26,14 @@ except ImportError as error:
 if TYPE_CHECKING:
     from trajectory_guard.guard import TrajectoryGuard
 
-__all__ = ["LossIntake"]
+__all__ = ["ChannelSource", "LossIntake"]
 
 logger = logging.getLogger(__name__)
 
 Scalar = float | Tensor
+
+ChannelSource = Callable[[], Mapping[str, Scalar]]
+"""Gives other scalars of the step just ended, by name."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,9 @@ class LossIntake:
         average_ranks: average over all ranks of the default process group, where there is one, with one all-reduce of a
             handful of numbers per `end_step`. Every rank must then call `end_step` for the same steps. Leave it off
             when the loss is already the mean over ranks.
+        channels: called at the end of every step for other scalars to watch, by name: the same names on every rank. If
+            it fails it is reported once and asked no more; with `average_ranks` the error is raised, for the other
+            ranks wait for its numbers.
 
     Raises:
         TrajectoryGuardError: a lag below 1.
@@ -87,12 +93,20 @@ class LossIntake:
         (1, 2.95, 2.9)
     """
 
-    def __init__(self, guard: "TrajectoryGuard", *, lag: int = 2, average_ranks: bool = False) -> None:
+    def __init__(
+        self,
+        guard: "TrajectoryGuard",
+        *,
+        lag: int = 2,
+        average_ranks: bool = False,
+        channels: ChannelSource | None = None,
+    ) -> None:
         if not isinstance(lag, int) or lag < 1:
             raise TrajectoryGuardError(f"lag must be an integer of at least 1 (steps), got {lag!r}")
         self.guard = guard
         self.lag = lag
         self.average_ranks = average_ranks
+        self._channels = channels
         self.step: int = 0
         self._pending: deque[_Observation] = deque()
         self._ring: list[Tensor | None] = [None] * (lag + 1)
@@ -172,6 +186,8 @@ class LossIntake:
         self.step = step = self.step + 1 if step is None else step
         if self._off:
             return ()
+        if self._channels is not None:
+            channels = {**self._read_channels(self._channels), **(channels or {})}
         queued = channels or self.average_ranks or self._pending
         if not queued and isinstance(total, float) and isinstance(weight, float):
             return self._observe(step, total, weight, counted, None)  # The usual case, without the queue.
@@ -185,6 +201,16 @@ class LossIntake:
         else:
             self._enqueue(step, _vector(values), tuple(channels), counted)
         return self._judge_due()
+
+    def _read_channels(self, source: ChannelSource) -> Mapping[str, Scalar]:
+        try:
+            return source()
+        except Exception as error:
+            if self.average_ranks:
+                raise
+            self._channels = None
+            logger.error("the function that gives the channels failed; they are watched no more", exc_info=error)
+            return {}
 
     def drain(self) -> tuple[Verdict, ...]:
         """Judge every step that is still on its way; call it at the end of a run and on an exception."""

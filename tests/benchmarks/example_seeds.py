@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 from corpus import standard_library  # noqa: E402
 from faults import Fault, FaultKind  # noqa: E402
-from options import FIT  # noqa: E402
+from options import ACTIONS, FIT  # noqa: E402
 from recipe import TARGET_WIDTH, Training, plan_of, run_of  # noqa: E402
 from table import compare  # noqa: E402
 
@@ -38,12 +38,12 @@ def watch(seed: int, kind: FaultKind) -> tuple[str, bool]:
     run, corpus = run_of(TARGET_WIDTH), standard_library()
     fault = Fault(kind=kind, step=run.steps // 2)
     training = Training(run, corpus=corpus, seed=seed, fault=fault)
-    guard = TrajectoryGuard(load_fit(FIT).forecast(plan_of(run, corpus)), actions={"warning": "stop"})
+    guard = TrajectoryGuard(load_fit(FIT).forecast(plan_of(run, corpus)), actions=ACTIONS)
     losses = []
     with guard:
         for step in range(1, run.steps + 1):
             losses.append(training.step(step).item())
-            guard.observe(step, losses[-1], tokens=run.tokens_per_step)
+            guard.observe(step, losses[-1], tokens=run.tokens_per_step, channels=training.model.expert_loads())
             if kind != "none" and guard.should_stop:
                 break
     seen = compare(losses, guard.forecast)
@@ -53,7 +53,7 @@ def watch(seed: int, kind: FaultKind) -> tuple[str, bool]:
     if kind == "none":
         held = seen.mean_percent <= MEAN_PERCENT and seen.max_percent <= MAX_PERCENT and not flags
         return "\n".join([head + f", {len(flags)} warnings", seen.table, *said]), held
-    first = flags[0] if flags else None
+    first = next((event for event in flags if not event.kind.startswith("channel/")), None)
     held = (
         first is not None
         and first.onset is not None

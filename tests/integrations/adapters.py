@@ -40,6 +40,7 @@ class Job:
     fails_at: int = 0
     actions: dict = field(default_factory=dict)
     report: Path | None = None
+    channels: Callable[[], dict] | None = None
     resume: bool = False
     save_at: int = 0
     state: dict | None = None
@@ -47,6 +48,11 @@ class Job:
     rank: int = 0
     ranks: int = 1
     bad_rank: int = 0
+
+    @property
+    def asked(self) -> dict:
+        """What the adapters' configuration is given."""
+        return {"actions": self.actions, "report_path": self.report, "channels": self.channels}
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of the micro-batch of this index, 0-based over the whole run, of this rank."""
@@ -132,7 +138,7 @@ def _loop(job: Job, model: Line, net: torch.nn.Module) -> Outcome:
     if job.watched:
         sinks = [ReportSink(job.report)] if job.report else []
         guard = TrajectoryGuard(make_forecast(), actions=job.actions, sinks=sinks)
-        watch = LossIntake(guard, average_ranks=job.ranks > 1)
+        watch = LossIntake(guard, average_ranks=job.ranks > 1, channels=job.channels)
         verdicts = recorded(watch.guard)
     if job.resume:
         saved = torch.load(job.folder / "raw.pt", weights_only=True)
@@ -191,7 +197,7 @@ def run_lightning(job: Job) -> Outcome:
 
     watch = None
     if job.watched:
-        watch = Keep(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        watch = Keep(make_forecast(), **job.asked, console=False)
     if watch is not None and job.state is not None:
         watch.load_state_dict(job.state)
     saves = ModelCheckpoint(job.folder, every_n_train_steps=job.save_at or 10**6, filename="{step}", save_top_k=-1)
@@ -229,7 +235,7 @@ def run_fabric(job: Job) -> Outcome:
     model, optimizer = fabric.setup(line, torch.optim.SGD(line.parameters(), lr=0.01))
     watch, verdicts = None, []
     if job.watched:
-        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        config = GuardConfig(make_forecast(), **job.asked, console=False)
         watch = watch_fabric(fabric, config, accumulation=job.accumulation)
         verdicts = recorded(watch.guard)
         if job.state is not None:
@@ -271,7 +277,7 @@ def run_accelerate(job: Job) -> Outcome:
     model, optimizer = accelerator.prepare(line, torch.optim.SGD(line.parameters(), lr=0.01))
     watch, verdicts = None, []
     if job.watched:
-        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        config = GuardConfig(make_forecast(), **job.asked, console=False)
         watch = AcceleratorWatch(accelerator, config)
         verdicts = recorded(watch.guard)
         if job.state is not None:
@@ -351,7 +357,7 @@ def run_transformers(job: Job) -> Outcome:
     trainer = InOrder(model, arguments, train_dataset=Data())
     watch = None
     if job.watched:
-        config = GuardConfig(make_forecast(), actions=job.actions, report_path=job.report, console=False)
+        config = GuardConfig(make_forecast(), **job.asked, console=False)
         watch = watch_trainer(trainer, config)
         opened = watch._open
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def test_a_watched_run_is_bit_identical(name: str, tmp_path: Path):
     watched = ADAPTERS[name](Job(folder=tmp_path, stop_after=7))
     assert plain.losses == watched.losses
     assert all(torch.equal(a, b) for a, b in zip(plain.weights, watched.weights, strict=True))
+
+
+def test_the_channels_of_every_step_reach_the_guard_and_a_source_that_fails_harms_nothing(name: str, tmp_path: Path):
+    asked = []
+
+    def norm() -> dict[str, torch.Tensor]:
+        asked.append(len(asked) + 1)
+        if len(asked) == 6:
+            raise ArithmeticError("no norm to be had")
+        return {"norm": torch.tensor(float(len(asked)))}
+
+    watched = ADAPTERS[name](Job(folder=tmp_path, stop_after=8, channels=norm))
+    # Of the forecast's first 200 observations a channel keeps every value, to learn its level from.
+    assert watched.guard._watcher.channels["norm"].sample == pytest.approx([math.log(n) for n in range(1, 6)])
+    assert asked == [1, 2, 3, 4, 5, 6] and watched.steps == 8 and len(watched.verdicts) == 8
 
 
 def test_a_nan_stops_the_run_cleanly_at_its_step(name: str, tmp_path: Path):
