@@ -251,7 +251,7 @@ class MoELM(nn.Module):
         return {
             "router/max_violation": torch.stack([m.max_violation for m in metrics]).amax(),
             "router/cv": torch.stack([m.cv for m in metrics]).amax(),
-            "router/dead_experts": torch.stack([m.dead for m in metrics]).sum(),
+            "router/dead_experts": torch.stack([m.dead for m in metrics]).sum().float(),
             "router/entropy": torch.stack([m.entropy for m in metrics]).amin(),
         }
 
