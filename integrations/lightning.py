@@ -52,7 +52,7 @@ class _GuardHooks:
         name: str = "guard",
         override_recipe: bool = False,
         sinks: Sequence[Sink] = (),
-        channels: ChannelSource | None = None,
+        channels: ChannelSource = None,
     ) -> None:
         """Watch a Trainer's run against the forecast of its loss.
 

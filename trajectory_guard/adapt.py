@@ -72,7 +72,7 @@ class GuardConfig:
     name: str = "guard"
     override_recipe: bool = False
     sinks: Sequence[Sink] = ()
-    channels: ChannelSource | None = None
+    channels: ChannelSource = None
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 Scalar = float | Tensor
 
-ChannelSource = Callable[[], Mapping[str, Scalar]]
-"""Gives other scalars of the step just ended, by name."""
+ChannelSource = Callable[[], Mapping[str, Scalar]] | None
+"""Gives other scalars of the step just ended, by name; None where there are none to watch."""
 
 
 @dataclass(slots=True)
@@ -72,9 +72,8 @@ class LossIntake:
         average_ranks: average over all ranks of the default process group, where there is one, with one all-reduce of a
             handful of numbers per `end_step`. Every rank must then call `end_step` for the same steps. Leave it off
             when the loss is already the mean over ranks.
-        channels: called at the end of every step for other scalars to watch, by name: the same names on every rank. If
-            it fails it is reported once and asked no more; with `average_ranks` the error is raised, for the other
-            ranks wait for its numbers.
+        channels: called at the end of every step for other scalars, by name, the same on every rank. If it fails, it is
+            reported once and asked no more; with `average_ranks` the error is raised: the other ranks wait for numbers.
 
     Raises:
         TrajectoryGuardError: a lag below 1.
@@ -94,12 +93,7 @@ class LossIntake:
     """
 
     def __init__(
-        self,
-        guard: "TrajectoryGuard",
-        *,
-        lag: int = 2,
-        average_ranks: bool = False,
-        channels: ChannelSource | None = None,
+        self, guard: "TrajectoryGuard", *, lag: int = 2, average_ranks: bool = False, channels: ChannelSource = None
     ) -> None:
         if not isinstance(lag, int) or lag < 1:
             raise TrajectoryGuardError(f"lag must be an integer of at least 1 (steps), got {lag!r}")
@@ -186,8 +180,8 @@ class LossIntake:
         self.step = step = self.step + 1 if step is None else step
         if self._off:
             return ()
-        if self._channels is not None:
-            channels = {**self._read_channels(self._channels), **(channels or {})}
+        if self._channels:
+            channels = {**self._read_channels(), **(channels or {})}
         queued = channels or self.average_ranks or self._pending
         if not queued and isinstance(total, float) and isinstance(weight, float):
             return self._observe(step, total, weight, counted, None)  # The usual case, without the queue.
@@ -202,9 +196,9 @@ class LossIntake:
             self._enqueue(step, _vector(values), tuple(channels), counted)
         return self._judge_due()
 
-    def _read_channels(self, source: ChannelSource) -> Mapping[str, Scalar]:
+    def _read_channels(self) -> Mapping[str, Scalar]:
         try:
-            return source()
+            return self._channels() if self._channels else {}
         except Exception as error:
             if self.average_ranks:
                 raise
@@ -308,9 +302,7 @@ class LossIntake:
             verdicts += self._observe(observation.step, total, weight, observation.counted, channels or None)
         return verdicts
 
-    def _observe(
-        self, step: int, total: float, weight: float, counted: bool, channels: dict[str, float] | None
-    ) -> tuple[Verdict, ...]:
+    def _observe(self, step: int, total: float, weight: float, counted: bool, channels: Any) -> tuple[Verdict, ...]:
         if weight == 0:
             return ()
         tokens = round(weight) if counted and math.isfinite(weight) else None
