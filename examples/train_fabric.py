@@ -1,6 +1,6 @@
 """Train the target with Lightning Fabric, watched by a guard that loaded the committed fit.
 
-python examples/train_fabric.py                     # healthy: three to four minutes
+python examples/train_fabric.py                     # healthy: one to four minutes
 python examples/train_fabric.py --fault nan         # one weight becomes NaN at half of training
 """
 

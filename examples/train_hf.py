@@ -1,6 +1,6 @@
 """Train the target under a Transformers Trainer, watched by a guard that loaded the committed fit.
 
-python examples/train_hf.py                         # healthy: three to four minutes
+python examples/train_hf.py                         # healthy: one to four minutes
 python examples/train_hf.py --fault lr              # learning rate x 10 at half of training
 """
 

@@ -1,6 +1,6 @@
 """Train the target under a Lightning Trainer, watched by a guard that loaded the committed fit.
 
-python examples/train_lightning.py                       # healthy: three to four minutes
+python examples/train_lightning.py                       # healthy: one to four minutes
 python examples/train_lightning.py --fault lr            # learning rate x 10 at half of training
 tensorboard --logdir runs                                # tab "Custom Scalars": loss in its interval
 """

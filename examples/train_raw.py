@@ -1,6 +1,6 @@
 """Train the target in a plain loop, watched by a guard that loaded the committed fit.
 
-python examples/train_raw.py                        # healthy: three to four minutes
+python examples/train_raw.py                        # healthy: one to four minutes
 python examples/train_raw.py --fault data           # bytes permuted from half of training on
 """
 
