@@ -604,6 +604,12 @@ def test_a_damaged_or_newer_state_is_refused(damage):
         TrajectoryGuard(forecast).load_state_dict(state)
 
 
+def test_an_older_state_says_which_version_it_has_and_what_to_do():
+    state = {**TrajectoryGuard(make_forecast()).state_dict(), "version": 1}
+    with pytest.raises(TrajectoryGuardError, match="has version 1, this release reads 2; resume with the release"):
+        TrajectoryGuard(make_forecast()).load_state_dict(state)
+
+
 def test_a_declared_change_is_absorbed_and_its_size_reported():
     forecast = make_forecast()
     losses = make_losses(forecast)
