@@ -57,6 +57,7 @@ def test_three_outliers_of_five_are_a_spike_with_their_first_as_onset():
     assert [spikes.add(10 + i, i) for i in (1, 3, 5)] == [False, False, True]
     assert spikes.steps == [11, 13, 15]
     assert spikes.add(16, 6) and not spikes.add(20, 10) and spikes.steps == [16, 20]
+    assert not spikes.add(31, 1) and not spikes.add(32, 2) and spikes.steps == [31, 32]
 
 
 def test_an_accelerating_rise_is_a_runaway_and_a_linear_one_is_not():

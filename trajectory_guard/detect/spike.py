@@ -25,8 +25,8 @@ class Spikes(PlainState):
 
     def add(self, step: int, observation: int) -> bool:
         """Take one outlier, the `observation`-th of all; return whether three of the last five are outliers."""
-        self.steps.append(step)
-        self.observations.append(observation)
-        while self.observations[0] <= observation - WINDOW:
-            del self.observations[0], self.steps[0]
+        # A count that began anew leaves larger numbers behind: they are not of the last five either.
+        kept = [i for i, seen in enumerate(self.observations) if observation - WINDOW < seen < observation]
+        self.steps = [*(self.steps[i] for i in kept), step]
+        self.observations = [*(self.observations[i] for i in kept), observation]
         return len(self.steps) >= NEEDED
