@@ -167,6 +167,7 @@ def test_tokens_only_log_gets_its_steps_from_the_plan(tmp_path: Path) -> None:
 
 
 WHOLE = {"version": 1, "offset": None, "held": None, "recent": [], "skipped": 0, "tail": None}
+TAIL = {"kind": "text", "inode": None, "position": 0, "print": "", "json": False, "header": None, "delimiter": ","}
 
 
 @pytest.mark.parametrize(
@@ -179,9 +180,12 @@ WHOLE = {"version": 1, "offset": None, "held": None, "recent": [], "skipped": 0,
         {**WHOLE, "held": {"step": "nan", "loss": 3.0}},
         {**WHOLE, "held": {"loss": 3.0}},
         {**WHOLE, "skipped": math.inf},
+        {**WHOLE, "tail": {**TAIL, "delimiter": ",,"}},
+        {**WHOLE, "tail": {**TAIL, "position": -1}},
     ],
 )
 def test_damaged_state_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    LogFollower(tmp_path / "log.csv").load_state_dict({**WHOLE, "tail": TAIL})
     with pytest.raises(TrajectoryGuardError, match="state"):
         LogFollower(tmp_path / "log.csv").load_state_dict(state)
 

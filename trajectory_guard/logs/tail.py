@@ -24,6 +24,7 @@ MAX_READ_BYTES = 16 * 2**20
 MAX_READ_EVENTS = 200_000
 """Most events read at once, for the same reason."""
 
+DELIMITERS = ",\t;"
 HEAD_BYTES, FOOT_BYTES = 256, 64
 """Bytes at the start of a file and before the position that tell whether it is still the file it was."""
 
@@ -114,10 +115,12 @@ class TextTail:
         inode, position, header = state["inode"], int(state["position"]), state["header"]
         if position < 0 or not (header is None or isinstance(header, list)):
             raise ValueError("position or header")
+        if state["delimiter"] not in tuple(DELIMITERS):
+            raise ValueError("delimiter")
         self._inode = None if inode is None else int(inode)
         self._position, self._print, self._json = position, str(state["print"]), state["json"]
         self._header = None if header is None else [None if name is None else str(name) for name in header]
-        self._delimiter = str(state["delimiter"])
+        self._delimiter = state["delimiter"]
 
     def _find(self) -> tuple[Path | None, bool]:
         """Return the file that the position belongs to, and whether it was rotated away to another name."""
@@ -169,7 +172,7 @@ class TextTail:
 
     def _parse_csv(self, text: str) -> dict[str, float] | None:
         if self._header is None:
-            self._delimiter = max(",\t;", key=text.count)
+            self._delimiter = max(DELIMITERS, key=text.count)
         cells = next(csv.reader([text], delimiter=self._delimiter, skipinitialspace=True))
         named = [cell.strip() for cell in cells]
         if find_step(named) is not None or find_tokens(named) is not None or self._header is None:
