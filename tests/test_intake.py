@@ -236,6 +236,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
         loss = DTensor.from_local(torch.tensor(2.0 + (rank if step == 5 else 0)), mesh, [placement])
         found.append(watch.observe(step, loss))
     (folder / str(rank)).write_text(" ".join(repr(v.loss) for v in found if v))
+    dist.barrier()
     dist.destroy_process_group()
 
 

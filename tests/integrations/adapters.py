@@ -430,6 +430,7 @@ def rank_main(rank: int, ranks: int, port: int, folder: Path, name: str) -> None
         )
     (folder / f"{name}-{rank}.json").write_text(json.dumps(rows))
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
